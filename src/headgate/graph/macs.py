@@ -1,0 +1,31 @@
+"""Count multiply-adds: convolutions, linear layers and matrix products; bias, norm and activation are free.
+
+A MAC is one multiply-add, half of what "FLOPs" count. Knows nothing of gates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from headgate.graph.analyse import check_model
+from headgate.graph.layer_rules import is_layer
+from headgate.graph.propagate import follow
+from headgate.graph.trace import trace
+
+
+def macs_by_layer(model: nn.Module, example_input: Any) -> dict[str, int]:
+    """Multiply-adds an image of every layer, and of matrix products outside of layers by the module they run in."""
+    check_model(model)
+    recorded = trace(model, example_input, is_layer)
+    book = follow(recorded, dict(model.named_modules()))
+    macs: dict[str, int] = {}
+    for name, count in [(usage.layer, usage.macs) for usage in book.usages] + list(book.other_macs.items()):
+        macs[name] = macs.get(name, 0) + count
+    return {name: count // recorded.batch_size for name, count in macs.items()}
+
+
+def count_macs(model: nn.Module, example_input: Any) -> int:
+    """Multiply-adds of conv, linear and matmul for one image."""
+    return sum(macs_by_layer(model, example_input).values())

@@ -1,0 +1,366 @@
+"""Record one forward pass of a model as a list of calls.
+
+Takes a model, an example input and a predicate that says which modules are *layers* (recorded as one call,
+their inside unseen). Everything between layers is recorded as ATen operators, so any Python the model's
+forward consists of is seen through. The pass runs on the meta device: no arithmetic, no memory; where the
+model can't run there, on the model's own device.
+
+It knows nothing of channels: see `propagate.py` for what the calls mean.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from headgate.errors import ModelError, TraceError
+
+TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+OWN_FILE = __file__
+DATA_DEPENDENT_OPS = {
+    torch.ops.aten._local_scalar_dense.default: "turns a tensor into a Python number or a branch",
+    torch.ops.aten.nonzero.default: "takes a shape that depends on the data",
+    torch.ops.aten.masked_select.default: "takes a shape that depends on the data",
+    torch.ops.aten.unique_dim.default: "takes a shape that depends on the data",
+    torch.ops.aten._unique2.default: "takes a shape that depends on the data",
+}
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor at one moment of the pass (an in-place operator makes a new value of the same tensor)."""
+
+    index: int
+    shape: tuple[int, ...]
+    parameter: str | None = None
+    from_input: bool = False
+
+
+@dataclass(eq=False)
+class Call:
+    """One layer or one operator, applied once."""
+
+    index: int
+    target: type[nn.Module] | OpOverload
+    layer: str | None
+    inside: str
+    where: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def title(self) -> str:
+        """What to call it in a message to the user."""
+        if self.layer is not None:
+            return f"`{self.layer}` ({self.target.__name__})"
+        return f"{self.target} in `{self.inside or 'the model'}` ({self.where})"
+
+
+@dataclass(eq=False)
+class ModuleSpan:
+    """One call of a module: the calls first..last (exclusive) ran inside it."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    first: int
+    last: int = -1
+    outputs: tuple[Value, ...] = ()
+
+
+@dataclass(eq=False)
+class Trace:
+    """A forward pass: what was called, in order, on which values."""
+
+    calls: list[Call] = field(default_factory=list)
+    spans: list[ModuleSpan] = field(default_factory=list)
+    inputs: tuple[Value, ...] = ()
+    outputs: tuple[Value, ...] = ()
+    batch_size: int = 1
+    overwritten: list[tuple[Value, Call]] = field(default_factory=list)
+    """Values that an in-place operator changed behind the back of a later reader."""
+
+    @cached_property
+    def layer_calls(self) -> Counter[str]:
+        """How often each layer was called."""
+        return Counter(call.layer for call in self.calls if call.layer is not None)
+
+    @cached_property
+    def spans_of(self) -> dict[str, list[ModuleSpan]]:
+        """The calls of each module, by its name."""
+        spans: dict[str, list[ModuleSpan]] = defaultdict(list)
+        for span in self.spans:
+            spans[span.name].append(span)
+        return spans
+
+    @cached_property
+    def _spans_by_input(self) -> dict[int, list[ModuleSpan]]:
+        spans: dict[int, list[ModuleSpan]] = defaultdict(list)
+        for span in self.spans:
+            if len(span.inputs) == 1:
+                spans[span.inputs[0].index].append(span)
+        return spans
+
+    def spans_reading(self, value: Value) -> list[ModuleSpan]:
+        """Calls of modules whose one input is this value."""
+        return self._spans_by_input.get(value.index, [])
+
+    def users(self) -> dict[int, list[Call]]:
+        """Calls that read a value, by the value's index."""
+        users: dict[int, list[Call]] = {}
+        for call in self.calls:
+            for value in call.inputs:
+                users.setdefault(value.index, []).append(call)
+        return users
+
+
+def as_arguments(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's (args, kwargs) for an example: a tensor, a tuple of arguments, or a mapping of keywords."""
+    if isinstance(example_input, Mapping):
+        return (), dict(example_input)
+    if isinstance(example_input, (tuple, list)):
+        return tuple(example_input), {}
+    return (example_input,), {}
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors of a nest of tuples, lists, dicts and named tuples, in order."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def batch_size_of(example_input: Any) -> int:
+    """Images in an example: the first size of its first tensor."""
+    tensors = tensors_in(example_input)
+    if not tensors or tensors[0].dim() == 0:
+        raise ModelError("example_input holds no tensor with a batch dimension: pass e.g. torch.randn(1, 3, 224, 224)")
+    if tensors[0].shape[0] == 0:
+        raise ModelError("example_input is an empty batch: pass at least one image")
+    return int(tensors[0].shape[0])
+
+
+def stripped_copy(model: nn.Module, *, to_meta: bool, attributes: bool = True) -> nn.Module:
+    """A copy of the model, its parameters and buffers on the meta device (no memory) or cloned.
+
+    With `attributes`, so are tensors that are neither; without, those are copied as they are.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in chain(model.parameters(), model.buffers(), _loose_tensors(model) if attributes else ()):
+        if id(tensor) not in memo:
+            data = torch.empty_like(tensor, device="meta") if to_meta else tensor.detach().clone()
+            if isinstance(tensor, nn.Parameter):
+                data = nn.Parameter(data, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = data
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ModelError(
+            f"the model can't be copied ({type(error).__name__}: {error}): remove what deepcopy rejects"
+        ) from error
+
+
+def _loose_tensors(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for attribute in vars(module).values():
+            if isinstance(attribute, Tensor):
+                yield attribute
+
+
+def trace(
+    model: nn.Module, example_input: Any, is_layer: Callable[[nn.Module], bool], *, training: bool = False
+) -> Trace:
+    """Record the forward pass of `model`, which is not changed."""
+    args, kwargs = as_arguments(example_input)
+    batch_size = batch_size_of(example_input)
+    try:
+        twin = stripped_copy(model, to_meta=True)
+        meta_args, meta_kwargs = tree_map(_to_meta, (args, kwargs))
+        return _record(twin, meta_args, meta_kwargs, is_layer, batch_size, training)
+    except (ModelError, TraceError):
+        raise
+    except Exception as meta_error:  # what the meta device can't do, the model's own device may
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise _rejected(meta_error, example_input) from meta_error
+        try:
+            return _record(stripped_copy(model, to_meta=False), args, kwargs, is_layer, batch_size, training)
+        except (ModelError, TraceError):
+            raise
+        except Exception as error:
+            raise _rejected(error, example_input) from error
+
+
+def _rejected(error: Exception, example_input: Any) -> TraceError:
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(example_input))
+    return TraceError(
+        f"the model rejects the example input of shape {shapes}: {type(error).__name__}: {error}. "
+        "Pass an example_input that model(example_input) accepts"
+    )
+
+
+def _to_meta(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _record(
+    twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_layer: Callable[[nn.Module], bool],
+    batch_size: int, training: bool,
+) -> Trace:  # fmt: skip
+    twin.train(training)
+    recorder = Recorder(twin, is_layer, batch_size)
+    recorder.run(twin, args, kwargs)
+    return recorder.trace
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down layers (through module hooks) and operators (through the dispatcher)."""
+
+    def __init__(self, model: nn.Module, is_layer: Callable[[nn.Module], bool], batch_size: int) -> None:
+        super().__init__()
+        self.trace = Trace(batch_size=batch_size)
+        self._values: dict[int, Value] = {}
+        self._alive: list[Tensor] = []
+        self._by_storage: dict[int, dict[int, Tensor]] = {}
+        self._overwrites: list[tuple[Value, Call]] = []
+        self._stack: list[ModuleSpan] = []
+        self._in_layer = 0
+        self._value_count = 0
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        for name, module in model.named_modules():
+            layer = is_layer(module)
+            module.register_forward_pre_hook(self._enter(name, layer), with_kwargs=True, prepend=False)
+            module.register_forward_hook(self._leave(name, layer, type(module)), with_kwargs=True, always_call=False)
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, recording; if it raises, what came before is in `trace`."""
+        with torch.no_grad(), self:
+            self.trace.inputs = tuple(self.value(tensor, from_input=True) for tensor in tensors_in((args, kwargs)))
+            outputs = model(*args, **kwargs)
+        self.trace.outputs = tuple(self.value(tensor) for tensor in tensors_in(outputs))
+        self._find_overwritten()
+        return outputs
+
+    def value(self, tensor: Tensor, *, from_input: bool = False) -> Value:
+        """The value a tensor holds now."""
+        known = self._values.get(id(tensor))
+        return known if known is not None else self._new_value(tensor, from_input)
+
+    def _new_value(self, tensor: Tensor, from_input: bool) -> Value:
+        value = Value(self._value_count, tuple(tensor.shape), self._parameters.get(id(tensor)), from_input)
+        self._value_count += 1
+        self._values[id(tensor)] = value
+        self._alive.append(tensor)
+        if value.parameter is None:
+            self._by_storage.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+        return value
+
+    def _enter(self, name: str, layer: bool) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._in_layer == 0:
+                inputs = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
+                self._stack.append(ModuleSpan(name, inputs, len(self.trace.calls)))
+                self.trace.spans.append(self._stack[-1])
+            if layer or self._in_layer:
+                self._in_layer += 1
+
+        return hook
+
+    def _leave(self, name: str, layer: bool, kind: type[nn.Module]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._in_layer:
+                self._in_layer -= 1
+            if self._in_layer:
+                return
+            span = self._stack.pop()
+            if layer:
+                self._write(kind, name, (args, kwargs), output, span.inputs, name, fresh=True)
+            span.last = len(self.trace.calls)
+            span.outputs = tuple(self.value(tensor) for tensor in tensors_in(output))
+
+        return hook
+
+    def _write(
+        self, target: Any, layer: str | None, arguments: tuple[Any, Any], output: Any, inputs: tuple[Value, ...],
+        where: str, *, fresh: bool,
+    ) -> Call:  # fmt: skip
+        inside = layer if layer is not None else (self._stack[-1].name if self._stack else "")
+        args, kwargs = tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, arguments)
+        from_input = any(value.from_input for value in inputs)
+        outputs = tuple(
+            self._new_value(tensor, from_input) if fresh or id(tensor) not in self._values else self._values[id(tensor)]
+            for tensor in tensors_in(output)
+        )
+        call = Call(len(self.trace.calls), target, layer, inside, where, args, kwargs, inputs, outputs)
+        self.trace.calls.append(call)
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._in_layer:
+            return func(*args, **kwargs)
+        inputs = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
+        from_input = any(value.from_input for value in inputs)
+        if from_input and func in DATA_DEPENDENT_OPS:
+            inside = self._stack[-1].name if self._stack else ""
+            raise TraceError(
+                f"the forward code of `{inside or 'the model'}` {DATA_DEPENDENT_OPS[func]} ({func} at {_users_line()}): "
+                "a graph that depends on the data can't be gated as a whole. Gate the submodules without control flow one by one"
+            )
+        output = func(*args, **kwargs)
+        written = _written_tensors(func, args)
+        call = self._write(func, None, (args, kwargs), output, inputs, _users_line(), fresh=False)
+        if written:
+            self._overwrite(call, written, output, from_input)
+        return output
+
+    def _overwrite(self, call: Call, written: list[Tensor], output: Any, from_input: bool) -> None:
+        for tensor in written:
+            storage = self._by_storage.get(tensor.untyped_storage()._cdata, {})
+            for identity, alias in storage.items():
+                if alias is not tensor:
+                    self._overwrites.append((self._values[identity], call))
+            self._new_value(tensor, from_input)
+        call.outputs = tuple(self.value(tensor) for tensor in tensors_in(output))
+
+    def _find_overwritten(self) -> None:
+        """Keep those overwritten values that somebody reads after they were overwritten."""
+        last_read: dict[int, int] = {value.index: len(self.trace.calls) for value in self.trace.outputs}
+        for call in self.trace.calls:
+            for value in call.inputs:
+                last_read[value.index] = max(last_read.get(value.index, -1), call.index)
+        self.trace.overwritten = [
+            (value, call) for value, call in self._overwrites if last_read.get(value.index, -1) > call.index
+        ]
+
+
+def _written_tensors(func: OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
+    if not func._schema.is_mutable:
+        return []
+    written = []
+    for declared, given in zip(func._schema.arguments, args, strict=False):
+        if declared.alias_info is not None and declared.alias_info.is_write and isinstance(given, Tensor):
+            written.append(given)
+    return written
+
+
+def _users_line() -> str:
+    """file:line of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path != OWN_FILE and not path.startswith(TORCH_FOLDER) and not path.startswith("<"):
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
