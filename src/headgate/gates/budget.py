@@ -1,0 +1,88 @@
+"""Bring the cost to its target over a training run, whatever the number of gates.
+
+The paper adds `(target − cost)²` with weight 1. With thousands of gates that moves no gate: the gradient of each is
+divided by their number. `Budget` is what works instead, `Budget.paper()` is the plain form:
+
+- the target comes down from 1 on a ramp, so that the network is never cut faster than it can follow;
+- the pull is a proportional and an integral part, `integral × cost + weight × (target − cost)²`: where the cost lags
+  behind, the integral grows until it follows (dual ascent);
+- the gates' gradient is multiplied by their number, so that the learning rate means the same for 16 gates and 16,000.
+
+Its state (step, integral, last cost) is plain numbers: visible, and saved with the gates. Knows costs as numbers only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from headgate.errors import HeadgateError, NonFiniteLoss
+
+
+@dataclass
+class Budget:
+    """A controller that pulls a cost to a target. All fields can be read, and changed, at any time."""
+
+    target: float
+    ramp_steps: int = 1000
+    """Optimizer steps over which the target comes down from the cost at the start."""
+    weight: float = 50.0
+    """Of the squared distance to the target of the moment."""
+    integral_rate: float = 0.5
+    """How fast the integral part grows with the distance, a step. 0 switches it off."""
+    scale_gradient: bool = True
+    """Whether the gates' gradient is multiplied by their number."""
+    step: int = 0
+    integral: float = 0.0
+    start_cost: float | None = None
+    last_cost: float | None = field(default=None)
+
+    @classmethod
+    def paper(cls, target: float) -> Budget:
+        """The paper's plain loss: weight 1, no ramp, no integral, gradients as they are."""
+        return cls(target, ramp_steps=0, weight=1.0, integral_rate=0.0, scale_gradient=False)
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "integral_rate", "ramp_steps"):
+            if not getattr(self, name) >= 0:
+                raise HeadgateError(f"Budget.{name}={getattr(self, name)}: it can't be negative")
+
+    @property
+    def target_now(self) -> float:
+        """The target of the moment: on the ramp from the first cost to the target, then the target."""
+        if self.ramp_steps == 0 or self.step >= self.ramp_steps:
+            return self.target
+        start = 1.0 if self.start_cost is None else self.start_cost
+        return start + (self.target - start) * self.step / self.ramp_steps
+
+    def loss(self, cost: Tensor) -> Tensor:
+        """The pull on a cost (a share, differentiable); moves the controller one step on."""
+        now = float(cost.detach())
+        if not math.isfinite(now):
+            raise NonFiniteLoss(
+                "the cost of the gates is not finite: a gate's logit became NaN. Lower the learning rate of the gates, or clip gradients"
+            )
+        if self.start_cost is None:
+            self.start_cost = now
+        goal = self.target_now
+        loss = self.weight * (goal - cost) ** 2 + self.integral * cost
+        self.last_cost = now
+        self.integral += self.integral_rate * (now - goal)
+        self.step += 1
+        return loss
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain numbers."""
+        return dict(vars(self))
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        unknown = set(state) - set(vars(self))
+        if unknown:
+            raise HeadgateError(
+                f"budget state has unknown fields {sorted(unknown)}: it is of another version of headgate"
+            )
+        vars(self).update(state)

@@ -1,0 +1,181 @@
+"""The gates of one forward pass, and the hooks that multiply channels by them.
+
+A `Draw` holds the 0/1 gates of a batch, cut into masks. `MaskInput` sits before a layer, `MaskOutput` behind a module
+that writes to an indexed stream, `MaskBranch` behind the last module of a residual branch. All of them read the draw
+from one `Board` that the gated model writes before each pass. Knows the channel graph; knows nothing of how gates are
+drawn or decided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Reader
+
+# legend of axes: B images, G gates of the network, M masks, N branches, C channels of one tensor
+
+
+@dataclass
+class Draw:
+    """Gates of one pass. `batch` is 1 where all images share them."""
+
+    gates_BG: Tensor
+    parts: tuple[Tensor, ...]
+    alive_BN: Tensor
+    all_alive: tuple[bool, ...]
+
+
+class Ledger:
+    """Where each mask's gates lie, and which of them must not all close."""
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        self.sizes = [mask.size for mask in graph.masks]
+        self.ends = torch.tensor([mask.gates.stop for mask in graph.masks], dtype=torch.int64)
+        self.mortal = torch.tensor([mask.may_die for mask in graph.masks], dtype=torch.bool)
+        self.branch_masks = [torch.tensor(branch.masks, dtype=torch.int64) for branch in graph.branches]
+
+    def counts_BM(self, gates_BG: Tensor) -> Tensor:
+        """How many gates of each mask are open (or, for soft gates, their sum)."""
+        running = gates_BG.detach().cumsum(1)
+        ends = running.index_select(1, (self.ends - 1).to(running.device))
+        return torch.diff(ends, dim=1, prepend=ends.new_zeros(len(ends), 1))
+
+    def keep_one_open(self, gates_BG: Tensor, probabilities_G: Tensor) -> Tensor:
+        """Open the likeliest gate of every mask that is all closed, unless the mask may die."""
+        closed_BM = (self.counts_BM(gates_BG) < 0.5) & ~self.mortal.to(gates_BG.device)
+        if not bool(closed_BM.any()):
+            return gates_BG
+        rescue = torch.zeros_like(gates_BG)
+        for number in closed_BM.any(0).nonzero().flatten().tolist():
+            first = int(self.ends[number]) - self.sizes[number]
+            likeliest = first + int(probabilities_G[first : first + self.sizes[number]].argmax())
+            rescue[closed_BM[:, number], likeliest] = 1
+        return gates_BG + rescue * (1 - gates_BG.detach())
+
+    def draw(self, gates_BG: Tensor) -> Draw:
+        """Cut a batch of gates into masks and see which branches live."""
+        if not self.branch_masks:
+            alive_BN = gates_BG.new_ones(len(gates_BG), 0)
+        else:
+            open_BM = self.counts_BM(gates_BG) > 0
+            alive_BN = torch.stack([open_BM[:, masks].all(1) for masks in self.branch_masks], 1).to(gates_BG.dtype)
+        all_alive = tuple(bool(value) for value in alive_BN.all(0)) if alive_BN.numel() else ()
+        return Draw(gates_BG, gates_BG.split(self.sizes, 1), alive_BN, all_alive)
+
+
+class Board:
+    """Where the draw of the current pass hangs; None lets everything through."""
+
+    def __init__(self) -> None:
+        self.draw: Draw | None = None
+
+
+class GateHook:
+    """Base of the hooks, so that they can be found and taken off."""
+
+
+class Channels(GateHook):
+    """The gate of each channel of one tensor, looked up in a draw."""
+
+    def __init__(self, board: Board, graph: ChannelGraph, reader: Reader) -> None:
+        self.board = board
+        self.axis = reader.axis
+        gated = np.unique(reader.gates[reader.gates != ALWAYS_OPEN])
+        self.masks = [
+            i for i, mask in enumerate(graph.masks) if ((gated >= mask.first) & (gated < mask.gates.stop)).any()
+        ]
+        places = np.full(graph.gate_count + 1, -1)
+        start = 0
+        for number in self.masks:
+            mask = graph.masks[number]
+            places[mask.gates] = np.arange(start, start + mask.size)
+            start += mask.size
+        places[graph.gate_count] = start  # the column of ones
+        index = places[np.where(reader.gates == ALWAYS_OPEN, graph.gate_count, reader.gates)]
+        straight = len(self.masks) == 1 and np.array_equal(index, np.arange(graph.masks[self.masks[0]].size))
+        self.index: Tensor | None = None if straight else torch.from_numpy(index)
+        self.has_open = bool((reader.gates == ALWAYS_OPEN).any())
+
+    def mask_BC(self, draw: Draw) -> Tensor:
+        """The 0/1 factor of each channel, image by image."""
+        parts = [draw.parts[number] for number in self.masks]
+        if self.index is None:
+            return parts[0]
+        if self.has_open:
+            parts.append(parts[0].new_ones(len(parts[0]), 1))
+        joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        return joined.index_select(1, self.index.to(joined.device))
+
+    def apply(self, x: Tensor) -> Tensor:
+        """The tensor, times its channels' gates."""
+        draw = self.board.draw
+        return x if draw is None else x * spread(self.mask_BC(draw), x, self.axis)
+
+
+def spread(mask_BC: Tensor, x: Tensor, axis: int) -> Tensor:
+    """A mask shaped to multiply `x`. Where images are folded with something else, their masks are repeated."""
+    images = len(mask_BC)
+    if images > 1 and x.shape[0] != images:
+        mask_BC = mask_BC.repeat_interleave(x.shape[0] // images, 0) if x.shape[0] % images == 0 else mask_BC[:1]
+    shape = [1] * x.dim()
+    shape[0], shape[axis] = len(mask_BC), mask_BC.shape[1]
+    return mask_BC.to(x.dtype).reshape(shape)
+
+
+class MaskInput(Channels):
+    """Before a layer: closed channels arrive as zeros."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return None if self.board.draw is None else (self.apply(args[0]), *args[1:])
+
+
+class MaskOutput(Channels):
+    """Behind a module: closed channels leave as zeros."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return self.apply(output)
+
+
+class MaskBranch(GateHook):
+    """Behind a branch's last module: a dead branch adds nothing."""
+
+    def __init__(self, board: Board, number: int, gate: int | None) -> None:
+        self.board = board
+        self.number = number
+        self.gate = gate
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        draw = self.board.draw
+        if draw is None:
+            return output
+        if self.gate is not None:
+            return output * spread(draw.gates_BG[:, self.gate : self.gate + 1], output, -1)
+        if draw.all_alive[self.number]:
+            return output
+        return output * spread(draw.alive_BN[:, self.number : self.number + 1], output, -1)
+
+
+def attach(model: nn.Module, graph: ChannelGraph, board: Board) -> None:
+    """Put the graph's masks on the model's modules."""
+    modules = dict(model.named_modules())
+    for reader in graph.readers:
+        modules[reader.layer].register_forward_pre_hook(MaskInput(board, graph, reader))
+    for writer in graph.writers:
+        modules[writer.layer].register_forward_hook(MaskOutput(board, graph, writer))
+    for number, gated in enumerate(graph.branches):
+        mask = graph.masks[gated.masks[0]]
+        gate = mask.first if mask.kind == "branch" else None
+        modules[gated.branch.mask_at].register_forward_hook(MaskBranch(board, number, gate))
+
+
+def detach(model: nn.Module) -> None:
+    """Take all masks off."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, GateHook)]:
+                del hooks[key]

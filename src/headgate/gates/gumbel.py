@@ -1,0 +1,60 @@
+"""0/1 random variables that gradients pass through.
+
+One logit a gate: the difference w₁ − w₀ of the two logits of a Gumbel-softmax. The difference of two Gumbel
+variables is logistic, so `Z = [logit + logistic noise > 0]` has P(Z = 1) = sigmoid(logit) exactly, and the relaxed
+sample is `sigmoid((logit + noise) / temperature)`. Backward, Z stands for p ("probability", the paper's words) or for
+the relaxed sample ("sample", what Gumbel-softmax code usually does).
+
+Everything here is float32, whatever autocast says, with the noise kept away from ±infinity.
+Knows nothing of layers, masks or costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headgate.errors import HeadgateError
+
+Backward = Literal["probability", "sample"]
+SMALLEST = 1e-7
+"""Uniform noise is clamped to [SMALLEST, 1 − SMALLEST]: logistic noise within ±16."""
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """How gates are drawn in training: temperature, hard 0/1 or soft samples, and what stands for Z backward."""
+
+    temperature: float = 1.0
+    hard: bool = True
+    backward: Backward = "sample"
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise HeadgateError(f"temperature={self.temperature}: it must be above 0 (the paper uses 1.0)")
+        if self.backward not in ("probability", "sample"):
+            raise HeadgateError(f'backward={self.backward!r}: use "probability" or "sample"')
+
+
+def logistic_noise(shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """The difference of two Gumbel variables."""
+    uniform = torch.rand(shape, device=device, generator=generator, dtype=torch.float32).clamp_(SMALLEST, 1 - SMALLEST)
+    return torch.log(uniform) - torch.log1p(-uniform)
+
+
+def draw(logits: Tensor, noise: Tensor, relaxation: Relaxation) -> Tensor:
+    """Samples of the gates, shaped like the noise: 0/1 forward and differentiable backward, or soft."""
+    with torch.autocast(logits.device.type, enabled=False):
+        logits = logits.float()
+        shifted = logits + noise
+        if not relaxation.hard:
+            return torch.sigmoid(shifted / relaxation.temperature)
+        if relaxation.backward == "probability":
+            stand_in = torch.sigmoid(logits)
+        else:
+            stand_in = torch.sigmoid(shifted / relaxation.temperature)
+        # the bracket is exactly 0 forward, so Z stays exactly 0 or 1
+        return (shifted.detach() > 0).float() + (stand_in - stand_in.detach())

@@ -1,0 +1,47 @@
+"""Gates that are free parameters: training them ends in a pruned network.
+
+One flat vector of logits for all masks of the network, so that a forward pass draws all its gates at once. Knows how
+many gates there are and nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from headgate.errors import HeadgateError
+from headgate.gates.gumbel import Relaxation, draw, logistic_noise
+
+
+class StaticGates(nn.Module):
+    """`count` gates, open with probability sigmoid(logits), whatever the input."""
+
+    def __init__(self, count: int, initial_probability: float = 0.95, relaxation: Relaxation = Relaxation()) -> None:
+        super().__init__()
+        if not 0 < initial_probability < 1:
+            raise HeadgateError(f"initial_probability={initial_probability}: it must be between 0 and 1, e.g. 0.95")
+        self.relaxation = relaxation
+        logit = math.log(initial_probability / (1 - initial_probability))
+        self.logits = nn.Parameter(torch.full((count,), logit, dtype=torch.float32))
+
+    def probabilities(self) -> Tensor:
+        """P(open) of every gate."""
+        return torch.sigmoid(self.logits.float())
+
+    def sample(self, batch_size: int, generator: torch.Generator | None = None) -> Tensor:
+        """Gates of a batch, image by image: (batch, gates)."""
+        noise = logistic_noise((batch_size, len(self.logits)), self.logits.device, generator)
+        return draw(self.logits, noise, self.relaxation)
+
+    def set_probabilities(self, probabilities: Tensor) -> None:
+        """Import probabilities; 0 and 1 become as good as sure."""
+        with torch.no_grad():
+            self.logits.copy_(torch.logit(probabilities.to(self.logits).clamp(1e-6, 1 - 1e-6)))
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        """Move with the model, but stay float32: `model.half()` must not round probabilities."""
+        super()._apply(fn, recurse)
+        self.logits.data = self.logits.data.float()
+        return self
