@@ -1,0 +1,164 @@
+"""Make a trained gated network ready for use: decisions that meet the budget, and BatchNorm statistics that fit them.
+
+`project` opens gates in the order of their probability while the cost stays within the target; no closed gate that
+would still fit stays closed if a likelier one was opened. `reestimate_batchnorm` runs data through the network as it
+will be used and averages BatchNorm's statistics anew; no weight changes. Knows nothing of gates' training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from headgate.errors import HeadgateError, TargetError
+from headgate.gates.cost import Cost
+from headgate.graph.grouping import ChannelGraph, Decisions
+
+FILL_TRIALS = 200
+"""How many more gates are tried one by one after the likeliest are open."""
+
+
+def least_decisions(graph: ChannelGraph, probabilities: NDArray[np.float64]) -> Decisions:
+    """The fewest open gates: the likeliest of each mask that must not die."""
+    decisions = np.zeros(graph.gate_count, bool)
+    for mask in graph.masks:
+        if not mask.may_die:
+            decisions[mask.first + int(np.argmax(probabilities[mask.gates]))] = True
+    return decisions
+
+
+def project(
+    graph: ChannelGraph, cost: Cost, probabilities: NDArray[np.float64], target_macs: int, round_to: int = 1
+) -> Decisions:
+    """The likeliest gates whose cost is at most the target, and within one gate of it.
+
+    With `round_to`, every mask opens a multiple of so many gates (or all of them).
+    """
+    least = least_decisions(graph, probabilities)
+    order = _by_probability(graph, probabilities, least)
+
+    def first(count: int) -> Decisions:
+        decisions = np.zeros(graph.gate_count, bool)
+        decisions[order[:count]] = True
+        return rounded(graph, decisions, probabilities, round_to)
+
+    low, high = int(least.sum()), graph.gate_count
+    if cost.decided_macs(first(low)) > target_macs:
+        raise TargetError(_unreachable(cost, first(low), target_macs))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cost.decided_macs(first(middle)) <= target_macs else (low, middle - 1)
+    decisions = first(low)
+    return decisions if round_to > 1 else _fill(cost, decisions, order[low:], target_macs)
+
+
+def _unreachable(cost: Cost, least: Decisions, target_macs: int) -> str:
+    floor = cost.decided_macs(least)
+    return (
+        f"the target of {target_macs:,} MACs ({target_macs / cost.dense_macs:.3f} of the network) can't be reached: with all gates "
+        f"closed that may close it costs {floor:,} ({floor / cost.dense_macs:.3f}). Choose a higher target, or freeze less"
+    )
+
+
+def _by_probability(graph: ChannelGraph, probabilities: NDArray[np.float64], least: Decisions) -> NDArray[np.int64]:
+    """All gates, the ones that must be open first, then by falling probability; equal ones spread over the masks."""
+    place = np.concatenate([(np.arange(mask.size) + 0.5) / mask.size for mask in graph.masks])
+    return np.lexsort((place, -probabilities, ~least))
+
+
+def _fill(cost: Cost, decisions: Decisions, closed: NDArray[np.int64], target_macs: int) -> Decisions:
+    """Open further gates, likeliest first, as long as they fit."""
+    decisions = decisions.copy()
+    misses = 0
+    for gate in closed:
+        decisions[gate] = True
+        if cost.decided_macs(decisions) > target_macs:
+            decisions[gate] = False
+            misses += 1
+            if misses >= FILL_TRIALS:
+                break
+    return decisions
+
+
+def rounded(
+    graph: ChannelGraph, decisions: Decisions, probabilities: NDArray[np.float64], round_to: int, *, up: bool = False
+) -> Decisions:
+    """Open a multiple of `round_to` gates in each mask (or all of them): fewer, but never none; or with `up`, more."""
+    if round_to < 1:
+        raise HeadgateError(f"round_to={round_to}: widths can be rounded to 1, 2, 4, 8, …")
+    if round_to == 1:
+        return decisions
+    result = decisions.copy()
+    for mask in graph.masks:
+        count = int(decisions[mask.gates].sum())
+        if count == 0 or mask.kind == "branch":
+            continue
+        wanted = -(-count // round_to) * round_to if up or count < round_to else count // round_to * round_to
+        wanted = mask.size if count == mask.size else min(wanted, mask.size)
+        score = probabilities[mask.gates] + decisions[mask.gates]
+        result[mask.gates] = False
+        result[mask.first + np.argsort(-score, kind="stable")[:wanted]] = True
+    return result
+
+
+def inputs_of(batch: Any) -> tuple[Any, ...]:
+    """The model's arguments in a loader's batch: a tensor, or (images, labels), or {"image": …}."""
+    if isinstance(batch, Tensor):
+        return (batch,)
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
+        return (batch[0],)
+    if isinstance(batch, dict):
+        for key in ("image", "images", "pixel_values", "input", "inputs", "x"):
+            if isinstance(batch.get(key), Tensor):
+                return (batch[key],)
+    raise HeadgateError(
+        f"a loader's batch is a {type(batch).__name__} in which no images are found: yield (images, labels)"
+    )
+
+
+def endless(loader: Iterable[Any], batches: int) -> Iterator[tuple[Any, ...]]:
+    """`batches` batches of inputs, from the start again where the loader is shorter."""
+    given = 0
+    while given < batches:
+        before = given
+        for batch in loader:
+            yield inputs_of(batch)
+            given += 1
+            if given == batches:
+                return
+        if given == before:
+            raise HeadgateError("the loader is empty: calibrate needs at least one batch")
+
+
+def reestimate_batchnorm(model: nn.Module, run: Callable[..., Any], loader: Iterable[Any], batches: int = 200) -> int:
+    """Average BatchNorm's statistics anew over `batches` batches passed to `run`; returns how many norms changed."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    if batches < 1:
+        raise HeadgateError(f"batches={batches}: BatchNorm needs at least one batch")
+    if not norms:
+        next(endless(loader, 1))
+        return 0
+    momenta = [norm.momentum for norm in norms]
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain average over all batches
+            norm.training = True
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            for inputs in endless(loader, batches):
+                run(*(tensor.to(device) for tensor in inputs))
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, mode in modes.items():
+            module.training = mode
+    return len(norms)

@@ -1,0 +1,55 @@
+"""Hand a network on: ONNX, checked against PyTorch before anybody relies on it.
+
+Knows nothing of gates; takes any module.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from headgate.errors import HeadgateError
+from headgate.inference.shrink import difference, random_like
+
+ONNX_TOLERANCE = 1e-3
+
+
+def export_onnx(model: nn.Module, example_input: Tensor, path: str | os.PathLike[str]) -> float:
+    """Write an ONNX file with a free batch size; returns how far ONNX Runtime is from PyTorch on random images."""
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise HeadgateError(
+            f'exporting needs the "onnx" extra ({error.name} is missing): pip install "headgate[onnx]"'
+        ) from error
+    path = Path(path)
+    model = model.eval()
+    two = torch.cat([example_input[:1], example_input[:1]])  # a batch of 1 would be taken for a constant
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own, about its own code
+        program = torch.onnx.export(
+            model,
+            (two,),
+            dynamo=True,
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            input_names=["images"],
+            verbose=False,
+        )
+        assert program is not None
+        program.save(str(path), external_data=False)
+    images = random_like(torch.cat([two, two[:1]]))
+    with torch.no_grad():
+        expected = model(images)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
+    gap = difference(expected, found)
+    if not gap <= ONNX_TOLERANCE:
+        raise HeadgateError(
+            f"{path}: ONNX Runtime's output differs from PyTorch's by {gap:.2g}: do not use the file, and report the model"
+        )
+    return gap

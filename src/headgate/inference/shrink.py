@@ -1,0 +1,208 @@
+"""From decisions to a smaller network: the closed channels gone, nothing of headgate in it where that is possible.
+
+`shrink(...)` returns a copy; `check_same(...)` compares it with the gated network on data and names the first layer
+that differs. Knows graphs, plans and decisions; knows nothing of how decisions came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
+from torch.utils._pytree import tree_map
+
+from headgate.errors import ShrinkMismatch
+from headgate.gates.cost import dead_branches
+from headgate.gates.draws import detach
+from headgate.graph.grouping import ChannelGraph, Decisions
+from headgate.graph.plan import Plan, make_plan, restructure, small_state
+from headgate.graph.propagate import kept_places
+from headgate.graph.relayout import dense_name
+from headgate.graph.trace import as_arguments, stripped_copy, tensors_in
+
+PLAN_ATTRIBUTE = "headgate_plan"
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+
+
+def shrink(
+    model: nn.Module,
+    graph: ChannelGraph,
+    decisions: Decisions,
+    *,
+    padding: Decisions | None = None,
+    fold_batchnorm: bool = False,
+) -> nn.Module:
+    """The smaller network. `padding` are gates that stay for a rounder width, though what they let through is cut off."""
+    kept = decisions if padding is None else decisions | padding
+    plan = make_plan(graph, kept, dead_branches(graph, decisions))
+    small = build(model, plan)
+    if padding is not None:
+        _cut_padding(small, graph, kept, decisions)
+    if fold_batchnorm:
+        plan.folded = _fold(small, graph, plan)
+    setattr(small, PLAN_ATTRIBUTE, plan)
+    return small.eval()
+
+
+def build(model: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of the dense model with the plan carried out, weights included; masks are taken off."""
+    small = stripped_copy(model, to_meta=True, attributes=False)
+    detach(small)
+    restructure(small, plan)
+    dense = {**dict(model.named_parameters()), **dict(model.named_buffers()), **model.state_dict()}
+    dense = {name: tensor.detach() for name, tensor in dense.items()}
+    assign(small, small_state(plan, dense, small), dense)
+    return small
+
+
+def assign(small: nn.Module, state: dict[str, Tensor], dense: dict[str, Tensor]) -> None:
+    """Give the structure its tensors; buffers that no file holds are the dense model's."""
+    small.load_state_dict(state, strict=False, assign=True)
+    for name, buffer in list(small.named_buffers()):
+        if buffer.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            small.get_submodule(owner)._buffers[leaf] = dense[dense_name(name)].clone()
+    left = [name for name, tensor in (*small.named_parameters(), *small.named_buffers()) if tensor.is_meta]
+    assert not left, f"tensors without values: {left}"
+
+
+def _cut_padding(small: nn.Module, graph: ChannelGraph, kept: Decisions, decisions: Decisions) -> None:
+    """Zero the weights with which layers read channels that are there for their width only."""
+    kept_atoms, open_atoms = graph.open_atoms(kept), graph.open_atoms(decisions)
+    by_name = {dense_name(name): module for name, module in small.named_modules()}
+    for usage in graph.book.usages:
+        if usage.mode == "whole" or usage.reads is None or usage.layer not in by_name:
+            continue
+        atoms = usage.reads[kept_places(usage.reads, kept_atoms)]
+        places = np.flatnonzero((atoms >= 0) & ~open_atoms[atoms])
+        weight = getattr(by_name[usage.layer], "weight", None)
+        if len(places) and isinstance(weight, Tensor):
+            with torch.no_grad():
+                per_group = weight.shape[1]
+                weight[:, torch.from_numpy(np.unique(places % per_group))] = 0
+
+
+def _fold(small: nn.Module, graph: ChannelGraph, plan: Plan) -> list[tuple[str, str]]:
+    """Make each convolution and the BatchNorm behind it one layer."""
+    by_name = {dense_name(name): name for name, _ in small.named_modules()}
+    users = graph.trace.users()
+    folded = []
+    for call in graph.trace.calls:
+        readers = users.get(call.outputs[0].index, []) if call.layer and len(call.outputs) == 1 else []
+        if len(readers) != 1 or readers[0].layer is None or {call.layer, readers[0].layer} & set(plan.replace):
+            continue
+        names = (str(call.layer), readers[0].layer)
+        if any(graph.trace.layer_calls[name] != 1 or name not in by_name for name in names):
+            continue
+        if {names[0]} & set(plan.behind) or {names[1]} & set(plan.before):
+            continue
+        layer, norm = (small.get_submodule(by_name[name]) for name in names)
+        if isinstance(layer, FOLDABLE) and isinstance(norm, _BatchNorm) and norm.running_var is not None:
+            _fold_pair(layer, norm)
+            owner, _, leaf = by_name[names[1]].rpartition(".")
+            setattr(small.get_submodule(owner), leaf, nn.Identity())
+            folded.append(names)
+    return folded
+
+
+def _fold_pair(layer: Any, norm: _BatchNorm) -> None:
+    assert norm.running_mean is not None and norm.running_var is not None
+    mean, var = norm.running_mean, norm.running_var
+    fuse = fuse_linear_bn_weights if isinstance(layer, nn.Linear) else fuse_conv_bn_weights
+    scale = norm.weight if norm.weight is not None else torch.ones_like(mean)
+    shift = norm.bias if norm.bias is not None else torch.zeros_like(mean)
+    weight, bias = fuse(layer.weight, layer.bias, mean, var, norm.eps, scale, shift)
+    layer.weight, layer.bias = nn.Parameter(weight.detach()), nn.Parameter(bias.detach())
+
+
+def random_like(example_input: Any, seed: int = 0) -> Any:
+    """A random batch shaped like the example (integers are left as they are)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return torch.randn(leaf.shape, generator=generator).to(leaf)
+        return leaf
+
+    return tree_map(fill, example_input)
+
+
+def check_same(
+    gated: Callable[..., Any],
+    gated_body: nn.Module,
+    small: nn.Module,
+    graph: ChannelGraph,
+    kept: Decisions,
+    example_input: Any,
+) -> float:
+    """The relative difference of the two networks' outputs on a random batch; raises if it is more than rounding."""
+    args, kwargs = as_arguments(random_like(example_input))
+    with torch.no_grad():
+        expected = tensors_in(gated(*args, **kwargs))
+        found = tensors_in(small(*args, **kwargs))
+    worst = max((difference(a, b) for a, b in zip(expected, found, strict=True)), default=0.0)
+    tolerance = max(TOLERANCE.get(tensor.dtype, 1e-4) for tensor in expected)
+    if not worst <= tolerance:
+        layer = first_difference(gated, gated_body, small, graph, kept, (args, kwargs), tolerance)
+        raise ShrinkMismatch(
+            f"the shrunk network's output differs from the gated one's by {worst:.2g} (allowed: {tolerance:g}), first at {layer}. "
+            f"Freeze that layer (frozen=[…]) and report the model"
+        )
+    return worst
+
+
+def difference(expected: Tensor, found: Tensor) -> float:
+    """The largest difference, relative to the largest value; infinite for other shapes, or where NaNs differ."""
+    if expected.shape != found.shape:
+        return float("inf")
+    expected, found = expected.double(), found.double()
+    both_nan = expected.isnan() & found.isnan()
+    gap = torch.where(both_nan | (expected == found), torch.zeros_like(expected), (expected - found).abs())
+    if not bool(gap.isfinite().all()):
+        return float("inf")
+    scale = expected[expected.isfinite()].abs()
+    return float(gap.max() / scale.max().clamp_min(1e-12)) if gap.numel() and scale.numel() else 0.0
+
+
+def first_difference(
+    gated: Callable[..., Any], gated_body: nn.Module, small: nn.Module, graph: ChannelGraph, kept: Decisions,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]], tolerance: float,
+) -> str:  # fmt: skip
+    """The first layer whose kept channels differ."""
+    open_atoms = graph.open_atoms(kept)
+    recorded: dict[str, dict[str, Tensor]] = {"gated": {}, "small": {}}
+    handles = []
+    for side, body in (("gated", gated_body), ("small", small)):
+        for name, module in body.named_modules():
+            layer = dense_name(name)
+            if layer in graph.book.sizes:
+
+                def keep(_: nn.Module, __: Any, output: Any, side: str = side, layer: str = layer) -> None:
+                    if isinstance(output, Tensor):
+                        recorded[side].setdefault(layer, output.detach())  # fmt: skip
+
+                handles.append(module.register_forward_hook(keep))
+    try:
+        with torch.no_grad():
+            for run in (gated, small):
+                run(*arguments[0], **arguments[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layer, ours in recorded["gated"].items():
+        theirs = recorded["small"].get(layer)
+        writes = graph.book.sizes[layer][1]
+        if theirs is None or writes is None:
+            continue
+        axis = next((a for a, size in enumerate(ours.shape) if a and size == len(writes)), None)
+        if axis is not None:
+            ours = ours.index_select(axis, torch.from_numpy(kept_places(writes, open_atoms)))
+        if difference(ours, theirs) > tolerance:
+            return f"`{layer}`"
+    return "the output"
