@@ -1,0 +1,52 @@
+"""headgate learns which channels of a convolutional network are worth computing, and does not compute the others.
+
+The public names, nothing else.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from headgate.errors import (
+    FileError,
+    HeadgateError,
+    ModelError,
+    NonFiniteLoss,
+    NotDecided,
+    NothingToGate,
+    ShrinkMismatch,
+    TargetError,
+    TraceError,
+)
+from headgate.gated import GatedModel, TauPoint, gate, inspect
+from headgate.gates.budget import Budget
+from headgate.graph import layer_rules as rules
+from headgate.graph.layer_rules import register_rule
+from headgate.graph.macs import count_macs
+from headgate.storage import load, save
+
+try:
+    __version__ = version("headgate")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Budget",
+    "FileError",
+    "GatedModel",
+    "HeadgateError",
+    "ModelError",
+    "NonFiniteLoss",
+    "NotDecided",
+    "NothingToGate",
+    "ShrinkMismatch",
+    "TargetError",
+    "TauPoint",
+    "TraceError",
+    "__version__",
+    "count_macs",
+    "gate",
+    "inspect",
+    "load",
+    "register_rule",
+    "rules",
+    "save",
+]

@@ -1,0 +1,434 @@
+"""The gated model: the user's network with gates on its channels, and all that can be asked of it.
+
+Puts the layers below together and adds nothing of its own but the public names: graph (what channels there are),
+gates (how they are drawn and what they cost), inference (how they are decided, and what is left without them). Knows
+nothing of training loops, data sets or the command line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headgate.errors import HeadgateError, NonFiniteLoss, NotDecided, NothingToGate, TargetError
+from headgate.gates.budget import Budget
+from headgate.gates.cost import LOSSES, Cost, activation_rate, over_processes, per_gate_loss, target_rates
+from headgate.gates.draws import Board, Draw, Ledger, attach
+from headgate.gates.gumbel import Backward, Relaxation
+from headgate.gates.static import StaticGates
+from headgate.graph.analyse import Settings, StreamForm, analyse
+from headgate.graph.grouping import ChannelGraph, Granularity
+from headgate.graph.trace import stripped_copy, tensors_in
+from headgate.inference.calibrate import inputs_of, least_decisions, project, reestimate_batchnorm, rounded
+from headgate.inference.shrink import check_same, shrink
+from headgate.inference.strategies import Strategy, combine
+
+GATES_FOR_FULL_DECAY = 20
+"""The paper's rule: gates get 20/|G| of the usual weight decay (and never more than the usual)."""
+POLARISED = 0.05
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def parse_target(target: float | str, dense_macs: int) -> float:
+    """A target as a share of the dense network's MACs: 0.5, or "60M" multiply-adds an image."""
+    if isinstance(target, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)\s*", target, re.IGNORECASE)
+        if match is None:
+            raise TargetError(f'target={target!r} is no number of MACs: write "60M", "1.5G", or a share such as 0.5')
+        share = float(match[1]) * UNITS[match[2].upper()] / dense_macs
+        shown = f"target={target!r} is {share:.3g} of the network's {dense_macs:,} MACs"
+    else:
+        share = float(target)
+        shown = f"target={target!r}"
+    if not 0 < share <= 1:
+        raise TargetError(f"{shown}: it must be above 0 and at most 1, a share of the whole network's MACs")
+    return share
+
+
+@dataclass(frozen=True)
+class TauPoint:
+    """One row of a sweep over tau."""
+
+    tau: float
+    macs: float
+    macs_fraction: float
+    accuracy: float
+
+
+class GatedModel(nn.Module):
+    """A network whose channels are multiplied by 0/1 gates: sampled in train mode, decided in eval mode.
+
+    Made by `headgate.gate`. Call it like the model it was made from.
+    """
+
+    def __init__(
+        self, model: nn.Module, graph: ChannelGraph, example_input: Any, target: float, loss: str, budget: Budget | None,
+        gates: StaticGates, rates: float | Sequence[float] | Mapping[str, float] | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if loss not in LOSSES:
+            raise HeadgateError(f"loss={loss!r} is unknown: use one of {', '.join(LOSSES)}")
+        self.model = model
+        self.gates = gates
+        self.graph = graph
+        self.target = target
+        self.loss = loss
+        self.budget = budget if budget is not None else Budget(target)
+        self.cost = Cost(graph)
+        self.register_buffer("decisions", torch.ones(graph.gate_count, dtype=torch.bool))
+        self._example_input = example_input
+        self.frozen_names: tuple[str, ...] = ()
+        self._ledger = Ledger(graph)
+        self._board = Board()
+        self._strategy = Strategy()
+        self._rates = target_rates(graph, target if rates is None else rates)
+        self._macs: float | int | None = None
+        self._last: Draw | None = None
+        attach(self.model, graph, self._board)
+        if self.budget.scale_gradient:
+            self.gates.logits.register_hook(_Scale(graph.gate_count))
+
+    # ------------------------------------------------------------------------------------------------ running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, computed with the open channels."""
+        tensors = tensors_in((args, kwargs))
+        images = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
+        if not self.training and self._strategy.name == "ensemble":
+            return self._ensemble(images, args, kwargs)
+        return self._run(images, args, kwargs)
+
+    def _run(self, images: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        draw = self._draw(images)
+        self._last = draw
+        self._macs = None
+        self._board.draw = draw
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            self._board.draw = None
+
+    def _draw(self, images: int) -> Draw:
+        probabilities = self.gates.probabilities()
+        if self.training or self._strategy.sampled:
+            generator = None if self.training else self._strategy.generator
+            gates_BG = self.gates.sample(images, generator)
+            gates_BG = self._ledger.keep_one_open(gates_BG, probabilities)
+        else:
+            gates_BG = torch.from_numpy(self._decide()).to(probabilities).unsqueeze(0)
+        return self._ledger.draw(gates_BG)
+
+    def _decide(self) -> np.ndarray:
+        """The 0/1 decisions of the strategy in force, all masks alive that must be."""
+        if self._strategy.name == "always_on":
+            return np.ones(self.graph.gate_count, bool)
+        probabilities = self._probabilities()
+        if self._strategy.name == "calibrated":
+            decisions = self.decisions.cpu().numpy()  # type: ignore[operator]
+        else:
+            decisions = probabilities > self._strategy.tau
+        least = least_decisions(self.graph, probabilities)
+        for mask in self.graph.masks:
+            if not mask.may_die and not decisions[mask.gates].any():
+                decisions = decisions.copy()
+                decisions[mask.gates] = least[mask.gates]
+        return decisions
+
+    def _ensemble(self, images: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        outputs, macs = [], 0.0
+        for _ in range(self._strategy.runs):
+            output = self._run(images, args, kwargs)
+            if not isinstance(output, Tensor):
+                raise HeadgateError("an ensemble combines class scores: this model's output is no single tensor")
+            outputs.append(output)
+            macs += self.macs()
+        self._macs = macs
+        return combine(outputs, self._strategy.combine)
+
+    def strategy(self, name: str, **options: Any) -> GatedModel:
+        """How to infer in eval mode: "threshold" (tau), "calibrated", "sample" (generator), "always_on",
+        "ensemble" (runs, combine="mean"/"vote", generator). Returns the model itself."""
+        try:
+            self._strategy = Strategy(name, **options)
+        except TypeError as error:
+            raise HeadgateError(f"strategy {name!r} does not take {sorted(options)}: {error}") from error
+        self._macs = self._last = None
+        return self
+
+    # --------------------------------------------------------------------------------------------------- cost
+
+    @property
+    def dense_macs(self) -> int:
+        """Multiply-adds an image of the ungated model."""
+        return self.cost.dense_macs
+
+    def macs(self) -> float | int:
+        """Multiply-adds an image that the last forward pass needed (in eval mode without a pass: will need)."""
+        if self._macs is None:
+            if self._last is None:
+                if self.training or self._strategy.sampled:
+                    raise NotDecided(
+                        "macs() tells what the last forward pass needed, and there was none: call the model first, or eval()"
+                    )
+                return self.cost.decided_macs(self._decide())
+            if len(self._last.gates_BG) == 1 and not self.training and not self._strategy.sampled:
+                self._macs = self.cost.decided_macs(self._last.gates_BG[0].detach().cpu().numpy() > 0.5)
+            else:
+                self._macs = float(self.cost.macs_B(self._last).detach().double().mean()) * self.dense_macs
+        return self._macs
+
+    def cost_loss(self) -> Tensor:
+        """The scalar to add to the task loss, for the forward pass just done."""
+        draw = self._last
+        if draw is None:
+            raise NotDecided(
+                "cost_loss() is about the forward pass just done, and there was none: call the model first"
+            )
+        if self.loss == "per_gate":
+            loss = per_gate_loss(draw, self._rates)
+            if not bool(loss.isfinite()):
+                raise NonFiniteLoss(
+                    "the cost loss is not finite: a gate's logit became NaN. Lower the learning rate, or clip gradients"
+                )
+            return loss
+        share = over_processes(self.cost.macs_B(draw).mean() if self.loss == "macs" else activation_rate(draw))
+        if self.training:
+            return self.budget.loss(share)
+        return self.budget.weight * (self.budget.target - share) ** 2
+
+    def activation_rates(self) -> tuple[float, dict[str, Tensor]]:
+        """The paper's activation rates of the last batch: of all gates, and of each gate by mask."""
+        if self._last is None:
+            raise NotDecided(
+                "activation_rates() is about the forward pass just done, and there was none: call the model first"
+            )
+        rates = self._last.gates_BG.detach().mean(0)
+        return float(rates.mean()), self._by_mask(rates)
+
+    def polarised(self) -> float:
+        """Share of gates with p below 0.05 or above 0.95."""
+        p = self._probabilities()
+        return float(((p < POLARISED) | (p > 1 - POLARISED)).mean())
+
+    # -------------------------------------------------------------------------------------------------- gates
+
+    def gate_parameters(self) -> list[nn.Parameter]:
+        """The parameters that belong to gates."""
+        return list(self.gates.parameters())
+
+    def param_groups(self, lr: float, weight_decay: float = 0.0, gate_lr: float | None = None) -> list[dict[str, Any]]:
+        """Optimizer groups: weights, and gates with the paper's weight decay, divided by their number."""
+        share = min(1.0, GATES_FOR_FULL_DECAY / self.graph.gate_count)
+        weights = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return [
+            {"params": weights, "lr": lr, "weight_decay": weight_decay, "name": "weights"},
+            {
+                # one logit stands for two: half the decay, as the identity w0² + w1² = ½(…)² says
+                "params": self.gate_parameters(), "lr": lr if gate_lr is None else gate_lr,
+                "weight_decay": weight_decay * share / 2, "name": "gates",
+            },
+        ]  # fmt: skip
+
+    def _probabilities(self) -> np.ndarray:
+        p = self.gates.probabilities().detach().cpu().numpy().astype(np.float64)
+        if not np.isfinite(p).all():
+            raise NonFiniteLoss(
+                "a gate's probability is NaN: the loss was not finite at some step. Go back to a checkpoint, lower the learning rate"
+            )
+        return p
+
+    def _by_mask(self, flat: Tensor) -> dict[str, Tensor]:
+        return {mask.name: flat[mask.gates] for mask in self.graph.masks}
+
+    def gate_probabilities(self) -> dict[str, Tensor]:
+        """P(open) of every gate, by mask."""
+        return self._by_mask(self.gates.probabilities().detach().clone())
+
+    def set_gate_probabilities(self, probabilities: Mapping[str, Tensor]) -> None:
+        """Import decisions made elsewhere: masks that are not named keep theirs."""
+        masks = {mask.name: mask for mask in self.graph.masks}
+        flat = self.gates.probabilities().detach().clone()
+        for name, given in probabilities.items():
+            values = torch.as_tensor(given, dtype=torch.float32).detach()
+            if name not in masks:
+                raise HeadgateError(f"there is no mask `{name}`: names are those of gate_probabilities()")
+            if values.shape != (masks[name].size,):
+                raise HeadgateError(
+                    f"mask `{name}` has {masks[name].size} gates, got probabilities of shape {tuple(values.shape)}"
+                )
+            if not bool(((values >= 0) & (values <= 1)).all()):
+                raise HeadgateError(f"mask `{name}`: probabilities lie between 0 and 1 and are no NaN")
+            flat[masks[name].gates] = values.to(flat)
+        self.gates.set_probabilities(flat)
+        self._macs = self._last = None
+
+    # -------------------------------------------------------------------------------------------------- using
+
+    def project(self, round_to: int = 1) -> GatedModel:
+        """Decide: open the likeliest gates, so that MACs are at most the target and within one gate of it."""
+        found = project(self.graph, self.cost, self._probabilities(), int(self.target * self.dense_macs), round_to)
+        self.decisions.copy_(torch.from_numpy(found))  # type: ignore[operator]
+        return self.strategy("calibrated")
+
+    def calibrate(self, loader: Iterable[Any], batches: int = 200, round_to: int = 1) -> GatedModel:
+        """Decide within the target, then re-estimate BatchNorm under these decisions; no weight changes."""
+        self.project(round_to)
+        training = self.training
+        self.eval()
+        try:
+            reestimate_batchnorm(self.model, self._run_images, loader, batches)
+        finally:
+            self.train(training)
+        return self
+
+    def _run_images(self, images: Tensor) -> Any:
+        return self._run(len(images), (images,), {})
+
+    def sweep_tau(self, loader: Iterable[Any], taus: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> list[TauPoint]:
+        """Accuracy and MACs over tau, for a loader of (images, labels)."""
+        before, training = self._strategy, self.training
+        rows = []
+        try:
+            self.eval()
+            for tau in taus:
+                self.strategy("threshold", tau=tau)
+                right = total = 0
+                with torch.no_grad():
+                    for batch in loader:
+                        answers = self(*inputs_of(batch)).argmax(1)
+                        right += int((answers == batch[1]).sum())
+                        total += len(answers)
+                if total == 0:
+                    raise HeadgateError("the loader is empty: a sweep needs data")
+                macs = self.macs()
+                rows.append(TauPoint(tau, macs, macs / self.dense_macs, right / total))
+        finally:
+            self._strategy = before
+            self._macs = self._last = None
+            self.train(training)
+        return rows
+
+    def shrink(self, round_to: int = 1, fold_batchnorm: bool = False) -> nn.Module:
+        """A plain, smaller nn.Module that computes what this one computes in eval mode. Checked at every call.
+
+        With `round_to=8`, widths are multiples of 8 (or the full width): channels that only fill up are cut off from
+        what reads them. With `fold_batchnorm`, convolutions and the BatchNorms behind them become one.
+        """
+        if self._strategy.sampled:
+            raise NotDecided(
+                f'strategy "{self._strategy.name}" decides nothing: choose "threshold" or "calibrated" before shrink()'
+            )
+        decisions = self._decide()
+        if decisions.all() and self._strategy.name != "always_on":
+            raise NotDecided(
+                "no gate is closed, so there is nothing to shrink: train the gates, then calibrate(loader), "
+                "or set_gate_probabilities(…) and project()"
+            )
+        kept = rounded(self.graph, decisions, self._probabilities(), round_to, up=True)
+        small = shrink(
+            self.model, self.graph, decisions, padding=kept if round_to > 1 else None, fold_batchnorm=fold_batchnorm
+        )
+        training = self.training
+        self.eval()
+        try:
+            check_same(self, self.model, small, self.graph, kept, self._example_input)
+        finally:
+            self.train(training)
+        return small
+
+    # -------------------------------------------------------------------------------------------------- state
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Budget and strategy, saved with the state dict."""
+        strategy = {key: value for key, value in vars(self._strategy).items() if key != "generator"}
+        return {"budget": self.budget.state(), "strategy": strategy}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on with a saved budget and strategy."""
+        self.budget.load_state(state["budget"])
+        self._strategy = Strategy(**state["strategy"])
+
+    def extra_repr(self) -> str:
+        gates, masks = self.graph.gate_count, len(self.graph.masks)
+        return f"{gates} gates in {masks} masks, target={self.target:.3g} of {self.dense_macs:,} MACs, stream={self.graph.stream!r}"
+
+
+class _Scale:
+    """Multiplies a gradient by a number."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return gradient * self.factor
+
+
+def gate(
+    model: nn.Module,
+    example_input: Any,
+    *,
+    kind: Literal["static", "dynamic"] = "static",
+    granularity: Granularity = "channel",
+    target: float | str = 0.5,
+    frozen: Sequence[str] = (),
+    stream: StreamForm = "shared",
+    loss: str = "macs",
+    budget: Budget | None = None,
+    rates: float | Sequence[float] | Mapping[str, float] | None = None,
+    initial_probability: float = 0.95,
+    temperature: float = 1.0,
+    hard: bool = True,
+    backward: Backward = "sample",
+) -> GatedModel:
+    """Put gates on the channels of any model. The model itself is not changed.
+
+    `granularity` is "channel", "layer" (whole residual branches) or a number of channels a gate; `target` is a share of
+    the whole model's MACs, or a number such as "60M"; `frozen` names modules to leave alone. `stream` says what happens
+    where blocks add to one tensor: "shared" gates it once for all, "indexed" gives each reader and writer its own mask.
+    """
+    if kind != "static":
+        raise HeadgateError(f'kind={kind!r}: gates are "static" in this version')
+    settings = Settings(granularity, tuple(frozen) if not isinstance(frozen, str) else frozen, stream)
+    graph = analyse(model, example_input, settings)
+    if not graph.masks:
+        reasons = (
+            "; ".join(sorted({f"{reason}" for reason in graph.frozen.values()})[:3]) or "it has no layer with channels"
+        )
+        raise NothingToGate(f"no channel of this model can be gated: {reasons}. `headgate inspect` shows every layer")
+    share = parse_target(target, graph.dense_macs)
+    if budget is not None and budget.target != share:
+        raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
+    gates = StaticGates(graph.gate_count, initial_probability, Relaxation(temperature, hard, backward))
+    device = next(model.parameters()).device
+    gated = GatedModel(
+        stripped_copy(model, to_meta=False), graph, example_input, share, loss, budget, gates.to(device), rates
+    )
+    gated.frozen_names = tuple(settings.frozen)
+    gated.model.train(model.training)
+    floor = gated.cost.decided_macs(least_decisions(graph, np.full(graph.gate_count, 0.5)))
+    if floor > share * graph.dense_macs:
+        raise TargetError(
+            f"target {share:.3g} can't be reached: with all gates closed that may close, {floor / graph.dense_macs:.3f} of the MACs are left "
+            f"({graph.gateable_fraction:.0%} are in layers with gates). Choose a higher target, or freeze less"
+        )
+    return gated
+
+
+def inspect(
+    model: nn.Module,
+    example_input: Any,
+    *,
+    granularity: Granularity = "channel",
+    frozen: Sequence[str] = (),
+    stream: StreamForm = "shared",
+) -> ChannelGraph:
+    """What channels a model has, what they cost, what can be gated, and why the rest can't."""
+    return analyse(
+        model, example_input, Settings(granularity, tuple(frozen) if not isinstance(frozen, str) else frozen, stream)
+    )

@@ -1,0 +1,138 @@
+"""Save and load networks: shrunk, gated or dense, through one safe format.
+
+A shrunk network is loaded into a fresh instance of the dense architecture by carrying out its saved plan: nothing is
+traced. A gated one is gated again with the same settings. Knows models and plans; the bytes are `inference/files.py`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headgate.errors import FileError, HeadgateError
+from headgate.gated import GatedModel, gate
+from headgate.gates.budget import Budget
+from headgate.graph.plan import Plan, restructure
+from headgate.graph.relayout import dense_name
+from headgate.graph.trace import stripped_copy, tensors_in
+from headgate.inference.files import read, write
+from headgate.inference.shrink import PLAN_ATTRIBUTE, assign
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a shrunk, gated or plain network to a safetensors file."""
+    if isinstance(model, GatedModel):
+        return _save_gated(model, path)
+    plan = getattr(model, PLAN_ATTRIBUTE, None) or Plan()
+    tensors, aliases = _without_aliases(model.state_dict())
+    write(path, tensors, {"kind": "network", "plan": plan.to_json(), "aliases": aliases, "class": type(model).__name__})
+
+
+def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+    """The network of a file, built from `model`: a fresh instance of the original, dense architecture (not changed)."""
+    if not isinstance(model, nn.Module) or isinstance(model, GatedModel):
+        raise HeadgateError("load takes a fresh instance of the original, dense architecture as its second argument")
+    tensors, description = read(path)
+    if description.get("kind") == "gated":
+        return _load_gated(path, tensors, description, model)
+    try:
+        plan = Plan.from_json(description["plan"])
+        small = restructure(stripped_copy(model, to_meta=True, attributes=False), plan)
+    except (KeyError, TypeError, AttributeError, IndexError, FileError) as error:
+        raise _other_model(path, description, model, str(error)) from error
+    tensors |= {name: tensors[source] for name, source in description["aliases"].items()}
+    wrong = _mismatch(small.state_dict(), tensors)
+    if wrong:
+        raise _other_model(path, description, model, wrong)
+    dense = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    assign(small, tensors, dense)
+    setattr(small, PLAN_ATTRIBUTE, plan)
+    return small.eval()
+
+
+def _other_model(
+    path: str | os.PathLike[str], description: Mapping[str, Any], model: nn.Module, detail: str
+) -> FileError:
+    return FileError(
+        f"{path} holds a {description.get('class', 'network')} that does not fit this {type(model).__name__} ({detail}): "
+        "pass a fresh instance of the architecture that was saved"
+    )
+
+
+def _mismatch(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    for name in sorted(set(expected) ^ set(found)):
+        return f"`{name}` is only in the {'model' if name in expected else 'file'}"
+    for name, tensor in expected.items():
+        if tensor.shape != found[name].shape:
+            return f"`{name}` is {tuple(tensor.shape)} in the model and {tuple(found[name].shape)} in the file"
+    return None
+
+
+def _without_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors, each once, and the other names of those that several modules share."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() and key in seen:
+            aliases[name] = seen[key]
+        else:
+            seen[key] = name
+            tensors[name] = tensor
+    return tensors, aliases
+
+
+def _save_gated(model: GatedModel, path: str | os.PathLike[str]) -> None:
+    examples = tensors_in(model._example_input)
+    if len(examples) != 1:
+        raise HeadgateError("a gated model with several inputs can't be saved as a file: save its state_dict()")
+    graph = model.graph
+    tensors, aliases = _without_aliases(
+        {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    )
+    relaxation = model.gates.relaxation
+    description = {
+        "kind": "gated", "class": type(model.model).__name__, "aliases": aliases, "architecture": _fingerprint(model.model),
+        "gate": {
+            "granularity": graph.granularity, "stream": graph.stream, "target": model.target, "loss": model.loss,
+            "frozen": list(model.frozen_names), "temperature": relaxation.temperature, "hard": relaxation.hard, "backward": relaxation.backward,
+        },
+        "rates": model._rates.tolist() if model.loss == "per_gate" else None,
+        "example": {"shape": list(examples[0].shape), "dtype": str(examples[0].dtype).removeprefix("torch.")},
+        "extra": model.get_extra_state(),
+    }  # fmt: skip
+    write(path, tensors, description)
+
+
+def _fingerprint(model: nn.Module) -> str:
+    shapes = {dense_name(name): list(tensor.shape) for name, tensor in model.state_dict().items()}
+    return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
+
+
+def _load_gated(
+    path: str | os.PathLike[str], tensors: dict[str, Tensor], description: dict[str, Any], model: nn.Module
+) -> GatedModel:
+    if _fingerprint(model) != description["architecture"]:
+        raise _other_model(path, description, model, "its tensors have other names or shapes")
+    example = torch.zeros(description["example"]["shape"], dtype=getattr(torch, description["example"]["dtype"]))
+    example = example.to(next(model.parameters()).device)
+    options = dict(description["gate"])
+    extra = description["extra"]
+    budget = Budget(
+        **{key: extra["budget"][key] for key in ("target", "ramp_steps", "weight", "integral_rate", "scale_gradient")}
+    )
+    gated = gate(model, example, budget=budget, **options)
+    tensors |= {name: tensors[source] for name, source in description["aliases"].items()}
+    gated.load_state_dict({**tensors, "_extra_state": extra})
+    if description["rates"] is not None:
+        gated._rates = torch.tensor(description["rates"])
+    return gated
