@@ -1,0 +1,1 @@
+"""Measurements and what becomes of them: timings, records, reports."""
