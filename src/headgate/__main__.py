@@ -1,0 +1,5 @@
+"""`python -m headgate` is the command line."""
+
+from headgate.cli import app
+
+app()
