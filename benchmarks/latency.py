@@ -110,8 +110,9 @@ def _shrink_all(dense: nn.Module, x: Tensor, options: Namespace) -> list[Small]:
         gated = headgate.gate(dense, x, kind="static", target=TARGET, stream=stream)
         decide_(gated, decisions, options.seed)
         for round_to in ROUNDINGS[:1] if options.quick else ROUNDINGS:
-            plain = gated.shrink(round_to=round_to)
-            folded = gated.shrink(round_to=round_to, fold_batchnorm=True)
+            gated.project(round_to)
+            plain = gated.shrink()
+            folded = gated.shrink(fold_batchnorm=True)
             smalls.append(Small(decisions, stream, round_to, plain, folded, independent_macs(plain, x)))
     return smalls
 

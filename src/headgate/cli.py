@@ -118,7 +118,8 @@ def _print_table(name: str, graph: ChannelGraph) -> None:
         table.add_row(row.name, row.kind, shape, f"{row.macs:,}", f"{row.share:.1%}", str(row.gates_out or "–"), note)
     console.print(table)
     console.print(
-        f"{graph.gate_count:,} gates in {len(graph.masks)} masks; {graph.gateable_fraction:.1%} of the MACs are in layers with gates; "
+        f"{graph.gate_count:,} gates in {len(graph.masks)} masks; "
+        f"{graph.gateable_fraction:.1%} of the MACs are in layers with gates; "
         f"{len(graph.branches)} branches can be removed whole."
     )
 

@@ -32,19 +32,21 @@ from headgate.storage import load, save
 IMAGE_SIZE = 16
 BATCH_SIZE = 64
 TARGET = 0.5
+ROUND_TO = 8
+"""Widths that are multiples of 8 fill the vector registers of today's CPUs."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Epochs of each phase."""
 
-    dense: int = 12
-    gates: int = 24
+    dense: int = 8
+    gates: int = 16
 
 
 def make_model() -> nn.Module:
     """The architecture of the demo: a fresh, dense network."""
-    return CifarResNet(blocks_per_stage=1, in_channels=1, width=16)
+    return CifarResNet(blocks_per_stage=1, in_channels=1, width=32)
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
@@ -75,7 +77,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        show(f"loss {float(loss):.3f}")
+        show(f"loss {float(loss.detach()):.3f}")
 
 
 def run(out: Path, *, seed: int = 0, quick: bool = False) -> None:
@@ -113,7 +115,7 @@ def run(out: Path, *, seed: int = 0, quick: bool = False) -> None:
         )
 
         show = _bar(bars, "calibrate, shrink, save, export", 1)
-        gated.calibrate(loader)
+        gated.calibrate(loader, round_to=ROUND_TO)
         small = gated.shrink()
         save(model, out / "dense.safetensors")
         save(gated, out / "gated.safetensors")
@@ -129,14 +131,15 @@ def run(out: Path, *, seed: int = 0, quick: bool = False) -> None:
     }
     _print_rows(console, rows, test, out, example)
     console.print(
-        f"{time.perf_counter() - started:.0f} s in all. In {out}/: small.safetensors, small.onnx, and the dense and gated networks."
+        f"{time.perf_counter() - started:.0f} s in all. "
+        f"In {out}/: small.safetensors, small.onnx, and the dense and gated networks."
     )
 
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description:<34}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"), console=console,
+        TextColumn("{task.description:<34}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=console,
     )  # fmt: skip
 
 
@@ -158,7 +161,8 @@ def _print_rows(
     with torch_threads(threads):
         timings = time_interleaved(calls, rounds=30)
     table = Table(
-        title=f"digits, {IMAGE_SIZE}×{IMAGE_SIZE}; milliseconds for a batch of {len(batch)}, {threads} threads, median of interleaved runs"
+        title=f"digits, {IMAGE_SIZE}×{IMAGE_SIZE}; milliseconds for a batch of {len(batch)}, "
+        f"{threads} threads, median of interleaved runs"
     )
     for column in ("network", "test accuracy", "MACs", "parameters", "file", "PyTorch ms", "ONNX Runtime ms"):
         table.add_column(column, justify="left" if column == "network" else "right")
@@ -166,12 +170,14 @@ def _print_rows(
         file = out / {"dense": "dense.safetensors", "gated": "gated.safetensors", "shrunk": "small.safetensors"}[name]
         onnx = timings.get(f"{name}, ONNX")
         table.add_row(
-            name, f"{accuracy(model, test):.2%}", f"{macs:,}", f"{sum(p.numel() for p in model.parameters()):,}", f"{file.stat().st_size / 1024:.0f} kB",
-            f"{timings[name].median_ms:.2f}", "–" if onnx is None else f"{onnx.median_ms:.2f}",
+            name, f"{accuracy(model, test):.2%}", f"{macs:,}", f"{sum(p.numel() for p in model.parameters()):,}",
+            f"{file.stat().st_size / 1024:.0f} kB", f"{timings[name].median_ms:.2f}",
+            "–" if onnx is None else f"{onnx.median_ms:.2f}",
         )  # fmt: skip
     console.print(table)
     faster = ratio(timings["dense"], timings["shrunk"])
     faster_onnx = ratio(timings["dense, ONNX"], timings["shrunk, ONNX"])
     console.print(
-        f"shrunk: {rows['dense'][1] / rows['shrunk'][1]:.2f}× fewer MACs, {faster.median:.2f}× as fast in PyTorch, {faster_onnx.median:.2f}× in ONNX Runtime."
+        f"shrunk: {rows['dense'][1] / rows['shrunk'][1]:.2f}× fewer MACs, "
+        f"{faster.median:.2f}× as fast in PyTorch, {faster_onnx.median:.2f}× in ONNX Runtime."
     )

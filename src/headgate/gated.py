@@ -68,8 +68,8 @@ class GatedModel(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, graph: ChannelGraph, example_input: Any, target: float, loss: str, budget: Budget | None,
-        gates: StaticGates, rates: float | Sequence[float] | Mapping[str, float] | None,
+        self, model: nn.Module, graph: ChannelGraph, example_input: Any, target: float, loss: str,
+        budget: Budget | None, gates: StaticGates, rates: float | Sequence[float] | Mapping[str, float] | None,
     ) -> None:  # fmt: skip
         super().__init__()
         if loss not in LOSSES:
@@ -91,8 +91,6 @@ class GatedModel(nn.Module):
         self._macs: float | int | None = None
         self._last: Draw | None = None
         attach(self.model, graph, self._board)
-        if self.budget.scale_gradient:
-            self.gates.logits.register_hook(_Scale(graph.gate_count))
 
     # ------------------------------------------------------------------------------------------------ running
 
@@ -118,6 +116,7 @@ class GatedModel(nn.Module):
         probabilities = self.gates.probabilities()
         if self.training or self._strategy.sampled:
             generator = None if self.training else self._strategy.generator
+            self.gates.gradient_scale = float(self.graph.gate_count) if self.budget.scale_gradient else 1.0
             gates_BG = self.gates.sample(images, generator)
             gates_BG = self._ledger.keep_one_open(gates_BG, probabilities)
         else:
@@ -174,7 +173,8 @@ class GatedModel(nn.Module):
             if self._last is None:
                 if self.training or self._strategy.sampled:
                     raise NotDecided(
-                        "macs() tells what the last forward pass needed, and there was none: call the model first, or eval()"
+                        "macs() tells what the last forward pass needed, and there was none: "
+                        "call the model first, or eval()"
                     )
                 return self.cost.decided_macs(self._decide())
             if len(self._last.gates_BG) == 1 and not self.training and not self._strategy.sampled:
@@ -239,7 +239,8 @@ class GatedModel(nn.Module):
         p = self.gates.probabilities().detach().cpu().numpy().astype(np.float64)
         if not np.isfinite(p).all():
             raise NonFiniteLoss(
-                "a gate's probability is NaN: the loss was not finite at some step. Go back to a checkpoint, lower the learning rate"
+                "a gate's probability is NaN: the loss was not finite at some step. "
+                "Go back to a checkpoint, lower the learning rate"
             )
         return p
 
@@ -356,17 +357,16 @@ class GatedModel(nn.Module):
 
     def extra_repr(self) -> str:
         gates, masks = self.graph.gate_count, len(self.graph.masks)
-        return f"{gates} gates in {masks} masks, target={self.target:.3g} of {self.dense_macs:,} MACs, stream={self.graph.stream!r}"
+        return (
+            f"{gates} gates in {masks} masks, target={self.target:.3g} of {self.dense_macs:,} MACs, "
+            f"stream={self.graph.stream!r}"
+        )
 
 
-class _Scale:
-    """Multiplies a gradient by a number."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        return gradient * self.factor
+def _settings(granularity: Granularity, frozen: Sequence[str], stream: StreamForm) -> Settings:
+    if isinstance(frozen, str):
+        raise HeadgateError(f"frozen={frozen!r} is one string: pass a list of module names, frozen=[{frozen!r}]")
+    return Settings(granularity, tuple(frozen), stream)
 
 
 def gate(
@@ -394,7 +394,7 @@ def gate(
     """
     if kind != "static":
         raise HeadgateError(f'kind={kind!r}: gates are "static" in this version')
-    settings = Settings(granularity, tuple(frozen) if not isinstance(frozen, str) else frozen, stream)
+    settings = _settings(granularity, frozen, stream)
     graph = analyse(model, example_input, settings)
     if not graph.masks:
         reasons = (
@@ -411,10 +411,12 @@ def gate(
     )
     gated.frozen_names = tuple(settings.frozen)
     gated.model.train(model.training)
+    graph.book.modules = dict(gated.model.named_modules())  # the copy's: the user's model is not kept alive
     floor = gated.cost.decided_macs(least_decisions(graph, np.full(graph.gate_count, 0.5)))
     if floor > share * graph.dense_macs:
         raise TargetError(
-            f"target {share:.3g} can't be reached: with all gates closed that may close, {floor / graph.dense_macs:.3f} of the MACs are left "
+            f"target {share:.3g} can't be reached: with all gates closed that may close, "
+            f"{floor / graph.dense_macs:.3f} of the MACs are left "
             f"({graph.gateable_fraction:.0%} are in layers with gates). Choose a higher target, or freeze less"
         )
     return gated
@@ -429,6 +431,4 @@ def inspect(
     stream: StreamForm = "shared",
 ) -> ChannelGraph:
     """What channels a model has, what they cost, what can be gated, and why the rest can't."""
-    return analyse(
-        model, example_input, Settings(granularity, tuple(frozen) if not isinstance(frozen, str) else frozen, stream)
-    )
+    return analyse(model, example_input, _settings(granularity, frozen, stream))

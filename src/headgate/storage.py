@@ -60,8 +60,8 @@ def _other_model(
     path: str | os.PathLike[str], description: Mapping[str, Any], model: nn.Module, detail: str
 ) -> FileError:
     return FileError(
-        f"{path} holds a {description.get('class', 'network')} that does not fit this {type(model).__name__} ({detail}): "
-        "pass a fresh instance of the architecture that was saved"
+        f"{path} holds a {description.get('class', 'network')} that does not fit this {type(model).__name__} "
+        f"({detail}): pass a fresh instance of the architecture that was saved"
     )
 
 
@@ -101,10 +101,12 @@ def _save_gated(model: GatedModel, path: str | os.PathLike[str]) -> None:
     )
     relaxation = model.gates.relaxation
     description = {
-        "kind": "gated", "class": type(model.model).__name__, "aliases": aliases, "architecture": _fingerprint(model.model),
+        "kind": "gated", "class": type(model.model).__name__, "aliases": aliases,
+        "architecture": _fingerprint(model.model),
         "gate": {
             "granularity": graph.granularity, "stream": graph.stream, "target": model.target, "loss": model.loss,
-            "frozen": list(model.frozen_names), "temperature": relaxation.temperature, "hard": relaxation.hard, "backward": relaxation.backward,
+            "frozen": list(model.frozen_names), "temperature": relaxation.temperature, "hard": relaxation.hard,
+            "backward": relaxation.backward,
         },
         "rates": model._rates.tolist() if model.loss == "per_gate" else None,
         "example": {"shape": list(examples[0].shape), "dtype": str(examples[0].dtype).removeprefix("torch.")},

@@ -31,7 +31,7 @@ class Budget:
     """Optimizer steps over which the target comes down from the cost at the start."""
     weight: float = 50.0
     """Of the squared distance to the target of the moment."""
-    integral_rate: float = 0.5
+    integral_rate: float = 2.0
     """How fast the integral part grows with the distance, a step. 0 switches it off."""
     scale_gradient: bool = True
     """Whether the gates' gradient is multiplied by their number."""
@@ -63,7 +63,8 @@ class Budget:
         now = float(cost.detach())
         if not math.isfinite(now):
             raise NonFiniteLoss(
-                "the cost of the gates is not finite: a gate's logit became NaN. Lower the learning rate of the gates, or clip gradients"
+                "the cost of the gates is not finite: a gate's logit became NaN. "
+                "Lower the learning rate of the gates, or clip gradients"
             )
         if self.start_cost is None:
             self.start_cost = now

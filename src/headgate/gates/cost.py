@@ -39,10 +39,11 @@ class Cost:
         """Multiply-adds of each image, as a share of the dense network's, differentiable in the gates."""
         gates_BG = draw.gates_BG.float()
         ones = gates_BG.new_ones(len(gates_BG), 1)
-        matrix = self._matrix.to(gates_BG.device)
-        shares = torch.sparse.mm(matrix, torch.cat([gates_BG, ones], 1).t()).t()
+        if self._matrix.device != gates_BG.device:
+            self._matrix, self._macs = self._matrix.to(gates_BG.device), self._macs.to(gates_BG.device)
+        shares = torch.sparse.mm(self._matrix, torch.cat([gates_BG, ones], 1).t()).t()
         shares = shares.reshape(len(gates_BG), len(self._items), 2)
-        each = self._macs.to(gates_BG.device) * shares[..., 0] * shares[..., 1] * self._alive(draw)
+        each = self._macs * shares[..., 0] * shares[..., 1] * self._alive(draw)
         return each.sum(1) + self._always_macs / self.dense_macs
 
     def _alive(self, draw: Draw) -> Tensor:

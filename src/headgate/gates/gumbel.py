@@ -12,7 +12,7 @@ Knows nothing of layers, masks or costs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,25 @@ class Relaxation:
             raise HeadgateError(f"temperature={self.temperature}: it must be above 0 (the paper uses 1.0)")
         if self.backward not in ("probability", "sample"):
             raise HeadgateError(f'backward={self.backward!r}: use "probability" or "sample"')
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The same forward; the gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """`x` itself, whose gradient arrives multiplied by `factor`."""
+    scaled: Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return scaled
 
 
 def logistic_noise(shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None) -> Tensor:

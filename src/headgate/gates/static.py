@@ -12,17 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from headgate.errors import HeadgateError
-from headgate.gates.gumbel import Relaxation, draw, logistic_noise
+from headgate.gates.gumbel import Relaxation, draw, logistic_noise, scale_gradient
+
+DEFAULT_RELAXATION = Relaxation()
 
 
 class StaticGates(nn.Module):
     """`count` gates, open with probability sigmoid(logits), whatever the input."""
 
-    def __init__(self, count: int, initial_probability: float = 0.95, relaxation: Relaxation = Relaxation()) -> None:
+    def __init__(
+        self, count: int, initial_probability: float = 0.95, relaxation: Relaxation = DEFAULT_RELAXATION
+    ) -> None:
         super().__init__()
         if not 0 < initial_probability < 1:
             raise HeadgateError(f"initial_probability={initial_probability}: it must be between 0 and 1, e.g. 0.95")
         self.relaxation = relaxation
+        self.gradient_scale = 1.0
         logit = math.log(initial_probability / (1 - initial_probability))
         self.logits = nn.Parameter(torch.full((count,), logit, dtype=torch.float32))
 
@@ -33,7 +38,7 @@ class StaticGates(nn.Module):
     def sample(self, batch_size: int, generator: torch.Generator | None = None) -> Tensor:
         """Gates of a batch, image by image: (batch, gates)."""
         noise = logistic_noise((batch_size, len(self.logits)), self.logits.device, generator)
-        return draw(self.logits, noise, self.relaxation)
+        return draw(scale_gradient(self.logits, self.gradient_scale), noise, self.relaxation)
 
     def set_probabilities(self, probabilities: Tensor) -> None:
         """Import probabilities; 0 and 1 become as good as sure."""

@@ -50,7 +50,7 @@ class Settings:
     """What the user chose of the graph."""
 
     granularity: Granularity = "channel"
-    frozen: tuple[str, ...] = ()
+    frozen: Sequence[str] = ()
     stream: StreamForm = "shared"
 
     def __post_init__(self) -> None:
@@ -63,13 +63,12 @@ class Settings:
             raise HeadgateError(
                 f'stream={self.stream!r}: use "shared" (gates tied along it) or "indexed" (masks of their own)'
             )
-        if isinstance(self.frozen, str):
-            raise HeadgateError(
-                f"frozen={self.frozen!r} is one string: pass a list of module names, frozen=[{self.frozen!r}]"
-            )
 
 
-def analyse(model: nn.Module, example_input: Any, settings: Settings = Settings()) -> ChannelGraph:
+DEFAULT_SETTINGS = Settings()
+
+
+def analyse(model: nn.Module, example_input: Any, settings: Settings = DEFAULT_SETTINGS) -> ChannelGraph:
     """The channel graph of a model, which is not changed. Every graph returned has passed its rehearsal."""
     check_model(model)
     recorded = trace(model, example_input, is_layer)
@@ -101,7 +100,8 @@ def check_model(model: nn.Module) -> None:
             raise ModelError(f"`{name}` is not initialised yet (a lazy module): run the model once on an example first")
         if parameter.is_meta:
             raise ModelError(
-                f"`{name}` is on the meta device and has no values: build the model on a real device, or model.to_empty() and load weights"
+                f"`{name}` is on the meta device and has no values: "
+                "build the model on a real device, or model.to_empty() and load weights"
             )
 
 
@@ -153,7 +153,7 @@ def _shared_parameters(model: nn.Module, book: Book) -> Frozen:
 
 
 def _follow_training(model: nn.Module, example_input: Any, book: Book) -> None:
-    """Layers that only run in training (auxiliary classifiers) must fit too: follow the training pass for their ties."""
+    """Layers that only run in training (auxiliary classifiers) must fit too: follow a training pass for their ties."""
     called = book.trace.layer_calls
     if all(name in called for name, module in book.modules.items() if rule_for(module) is not None):
         return
@@ -271,8 +271,8 @@ def assemble(
             around[index] = (*around.get(index, ()), number)
     return ChannelGraph(
         recorded, book, atom_gate, masks, cost_items(book, atom_gate, recorded, around), _readers(book, atom_gate),
-        _writers(book, atom_gate), branches, _reasons(book, classes, atom_gate, settings), islands, settings.granularity,
-        settings.stream,
+        _writers(book, atom_gate), branches, _reasons(book, classes, atom_gate, settings), islands,
+        settings.granularity, settings.stream,
     )  # fmt: skip
 
 
@@ -337,7 +337,8 @@ def _dying_branches(
 
 def _chain(
     book: Book, branch: Branch, inside: set[str], usages: dict[str, Any], atom_gate: NDArray[np.int64],
-    mask_of_gate: NDArray[np.int64], touching: dict[int, set[str]], layer_of_atom: dict[int, str], masks: tuple[Mask, ...],
+    mask_of_gate: NDArray[np.int64], touching: dict[int, set[str]], layer_of_atom: dict[int, str],
+    masks: tuple[Mask, ...],
 ) -> list[int]:  # fmt: skip
     """Masks on the way from the branch's end to its start, each of which all must pass."""
     labels = book.before_cut.get(branch.mask_value.index, book.labels_of(branch.mask_value))

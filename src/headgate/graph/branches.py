@@ -212,10 +212,11 @@ def _without_arithmetic(module: nn.Module) -> dict[str, object] | None:
     steps = stride if isinstance(stride, tuple) else (stride,)
     if all(step == 1 for step in steps):
         return {"kind": "identity"}
-    same = isinstance(module, nn.Conv2d) and all(
+    if not isinstance(module, nn.Conv2d) or isinstance(module.padding, str):
+        return None
+    same = all(
         2 * pad == dilation * (size - 1)
         for pad, dilation, size in zip(module.padding, module.dilation, module.kernel_size, strict=True)
-        if not isinstance(pad, str)
     )
     return {"kind": "stride", "stride": list(steps)} if same and len(steps) == 2 else None
 

@@ -136,7 +136,7 @@ class Mixing(LayerRule):
                 self._groups(module),
                 self.axis,
                 made.shape,
-            )  # fmt: skip
+            )
         )
         book.resize(call.layer, reads, writes)
         return [along(writes, self.axis, len(made.shape))]
@@ -169,7 +169,7 @@ class Mixing(LayerRule):
         take: dict[str, dict[int, Index]] = {}
         values: dict[str, int] = {}
         groups = self._groups(module)
-        per_group = module.weight.shape[self.in_dims["weight"]]  # type: ignore[union-attr, index]
+        per_group = module.weight.shape[self.in_dims["weight"]]  # type: ignore[index]
         if keep_in is not None and self.in_attribute:
             values[self.in_attribute] = len(keep_in)
         if keep_out is not None and self.out_attribute:
@@ -190,7 +190,7 @@ class Mixing(LayerRule):
 
     def macs(self, call: Call, module: nn.Module) -> int:
         places = call.outputs[0].shape if self.macs_over == "output" else call.inputs[0].shape
-        return prod(places) // places[self.axis] * prod(module.weight.shape)  # type: ignore[union-attr, arg-type]
+        return prod(places) // places[self.axis] * prod(module.weight.shape)  # type: ignore[arg-type]
 
     def applies_to(self, module: nn.Module) -> bool:
         grouped_input_first = self.in_dims.get("weight") == 0 and self._groups(module) > 1
@@ -247,7 +247,7 @@ class PReLURule(PerChannel):
     attribute: str | None = "num_parameters"
 
     def edit(self, module: nn.Module, keep_in: Index | None, keep_out: Index | None) -> ModuleEdit:
-        return super().edit(module, keep_in if module.num_parameters != 1 else None, None)  # type: ignore[operator]
+        return super().edit(module, keep_in if module.num_parameters != 1 else None, None)
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Elementwise(LayerRule):
     """Each element by itself: channels pass, operands are tied."""
 
     def propagate(self, call: Call, module: nn.Module, book: LayerBook) -> list[MaybeLabels]:
-        return elementwise(call, book)
+        return list(elementwise(call, book))
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def rule_for(module: nn.Module) -> LayerRule | None:
     for base in own.__mro__:
         rule = LAYER_RULES.get(base)
         if rule is not None:
-            same_code = own is base or own.forward is base.forward
+            same_code = own is base or own.forward is getattr(base, "forward", None)
             return rule if same_code and rule.applies_to(module) else None
     return None
 
@@ -338,7 +338,7 @@ def shape_only(module: nn.Module) -> None:
     """Let a layer of a twin on the meta device give back only a shape, where that is the shape of its input."""
     rule = rule_for(module)
     if rule is not None and rule.keeps_shape:
-        module.forward = torch.empty_like  # type: ignore[method-assign, assignment]
+        module.forward = torch.empty_like
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ of the operators that have some are a second table. Knows nothing of layers and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any, Protocol
 
@@ -59,17 +60,22 @@ def unknown(call: Call, book: ChannelBook) -> list[MaybeLabels]:
 
 # ---------------------------------------------------------------------------------------------- elementwise
 
-
-@_register(
-    ["relu", "gelu", "silu", "mish", "sigmoid", "hardsigmoid", "hardswish", "hardtanh", "tanh", "leaky_relu", "elu", "celu", "selu", "softplus", "log_sigmoid", "abs", "neg", "exp", "log", "log1p", "sqrt", "rsqrt", "square", "sign", "reciprocal", "erf", "sin", "cos", "clamp", "clamp_min", "clamp_max", "relu6", "threshold", "add", "sub", "mul", "div", "rsub", "maximum", "minimum", "pow", "addcmul", "addcdiv", "lerp", "where", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "clone", "_to_copy", "detach", "alias", "contiguous", "lift_fresh", "native_dropout", "dropout", "bernoulli", "isnan", "nan_to_num", "copy", "zeros_like", "ones_like", "empty_like", "rand_like", "full_like", "fill", "masked_fill", "prelu", "_prelu_kernel", "rrelu_with_noise"]
+ELEMENTWISE_OPS = (
+    "relu gelu silu mish sigmoid hardsigmoid hardswish hardtanh tanh leaky_relu elu celu selu softplus log_sigmoid "
+    "abs neg exp log log1p sqrt rsqrt square sign reciprocal erf sin cos clamp clamp_min clamp_max relu6 threshold "
+    "add sub mul div rsub maximum minimum pow addcmul addcdiv lerp where eq ne lt le gt ge logical_not logical_and "
+    "clone _to_copy detach alias contiguous lift_fresh native_dropout dropout bernoulli isnan nan_to_num copy "
+    "zeros_like ones_like empty_like rand_like full_like fill masked_fill prelu _prelu_kernel rrelu_with_noise"
 )
+
+
+@_register(ELEMENTWISE_OPS.split())
 def elementwise(call: Call, book: ChannelBook) -> list[MaybeLabels]:
     """Places stay where they are; operands that meet are tied, place by place."""
     dims = max((len(value.shape) for value in call.outputs), default=0)
     operands = [(value, _aligned(book.labels_of(value), dims)) for value in call.inputs]
-    operands.sort(
-        key=lambda operand: operand[1] is None
-    )  # constants last: the result is named after a layer's channels
+    # constants last: the result is named after a layer's channels
+    operands.sort(key=lambda operand: operand[1] is None)
     labelled = [labels for _, labels in operands if labels is not None]
     if not labelled:
         return [None] * len(call.outputs)
@@ -114,10 +120,15 @@ def _labels_for_constant(
 
 # ------------------------------------------------------------------------------------- pooling and reductions
 
-
-@_register(
-    ["max_pool2d_with_indices", "max_pool2d", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa", "reflection_pad2d", "replication_pad2d"]
+PIXEL_OPS = (
+    "max_pool2d_with_indices max_pool2d max_pool3d_with_indices avg_pool2d avg_pool3d _adaptive_avg_pool2d "
+    "_adaptive_avg_pool3d adaptive_avg_pool2d adaptive_max_pool2d adaptive_max_pool3d upsample_nearest2d "
+    "upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa reflection_pad2d "
+    "replication_pad2d"
 )
+
+
+@_register(PIXEL_OPS.split())
 def over_pixels(call: Call, book: ChannelBook) -> list[MaybeLabels]:
     """Acts on the last dimensions, on each channel by itself."""
     labels = book.labels_of(call.inputs[0])
@@ -222,7 +233,7 @@ def select(call: Call, book: ChannelBook) -> list[MaybeLabels]:
     if labels is None:
         return [None]
     axis, index = call.args[1], call.args[2]
-    return [labels.take(0 if labels.shape[axis] == 1 else index, axis)]
+    return [np.take(labels, 0 if labels.shape[axis] == 1 else index, axis)]
 
 
 @_register(["split", "split_with_sizes", "chunk"])
@@ -233,11 +244,11 @@ def split(call: Call, book: ChannelBook) -> list[MaybeLabels]:
         return [None] * len(call.outputs)
     axis = _argument(call, "dim", 2, 0) % labels.ndim
     starts = np.cumsum([0] + [value.shape[axis] for value in call.outputs])
-    parts = [_take(labels, axis, slice(int(a), int(b))) for a, b in zip(starts, starts[1:], strict=False)]
+    parts = [_take(labels, axis, slice(int(a), int(b))) for a, b in pairwise(starts)]
     if labels.shape[axis] != 1 and len({part.shape for part in parts}) == 1:
         for part in parts[1:]:
             book.tie(parts[0], part)
-    return parts
+    return [*parts]
 
 
 @_register(["unbind"])
@@ -247,7 +258,7 @@ def unbind(call: Call, book: ChannelBook) -> list[MaybeLabels]:
     if labels is None:
         return [None] * len(call.outputs)
     axis = _argument(call, "dim", 1, 0) % labels.ndim
-    return [labels.take(0 if labels.shape[axis] == 1 else index, axis) for index in range(len(call.outputs))]
+    return [np.take(labels, 0 if labels.shape[axis] == 1 else index, axis) for index in range(len(call.outputs))]
 
 
 @_register(["cat"])

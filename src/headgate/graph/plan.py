@@ -42,6 +42,15 @@ class Move:
             SelectChannels(index, self.axis) if self.kind == "select" else ScatterChannels(index, self.size, self.axis)
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """The move without its index: only how many channels it holds."""
+        return {"kind": self.kind, "count": len(self.index), "size": self.size, "axis": self.axis}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Move:
+        """A move with an index that only has the right length."""
+        return cls(str(data["kind"]), np.arange(int(data["count"])), int(data["size"]), int(data["axis"]))
+
 
 @dataclass
 class Plan:
@@ -59,15 +68,11 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The structure without the indices: sizes, attributes, moves, replacements."""
-        moves = lambda table: {  # noqa: E731
-            name: {"kind": move.kind, "count": len(move.index), "size": move.size, "axis": move.axis}
-            for name, move in table.items()
-        }
         return {
             "sizes": {name: {str(dim): len(kept) for dim, kept in dims.items()} for name, dims in self.take.items()},
             "set": self.set,
-            "before": moves(self.before),
-            "behind": moves(self.behind),
+            "before": {name: move.to_json() for name, move in self.before.items()},
+            "behind": {name: move.to_json() for name, move in self.behind.items()},
             "replace": self.replace,
             "folded": [list(pair) for pair in self.folded],
         }
@@ -75,17 +80,14 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """A plan that knows the sizes, with indices that only have the right lengths."""
-        move = lambda entry: Move(
-            str(entry["kind"]), np.arange(int(entry["count"])), int(entry["size"]), int(entry["axis"])
-        )
         return cls(
             take={
                 name: {int(dim): np.arange(int(count)) for dim, count in dims.items()}
                 for name, dims in data["sizes"].items()
             },
             set={name: {key: int(value) for key, value in values.items()} for name, values in data["set"].items()},
-            before={name: move(entry) for name, entry in data["before"].items()},
-            behind={name: move(entry) for name, entry in data["behind"].items()},
+            before={name: Move.from_json(entry) for name, entry in data["before"].items()},
+            behind={name: Move.from_json(entry) for name, entry in data["behind"].items()},
             replace={name: dict(entry) for name, entry in data["replace"].items()},
             folded=[(str(conv), str(norm)) for conv, norm in data["folded"]],
         )
@@ -150,10 +152,9 @@ def _plan_removal(graph: ChannelGraph, number: int, open_atoms: np.ndarray, plan
                 axis = int(np.argmax(labels.shape))
                 entry = {**entry, "axis": axis, "channels": len(kept_places(labels.reshape(-1), open_atoms))}
         plan.replace[name] = entry
-        inside = lambda key, name=name: key == name or key.startswith(name + ".")  # noqa: E731
         for table in (plan.take, plan.set, plan.before, plan.behind):
-            for key in [key for key in table if inside(key)]:
-                del table[key]  # type: ignore[attr-defined]
+            for key in [key for key in table if key == name or key.startswith(f"{name}.")]:
+                del table[key]
 
 
 def restructure(model: nn.Module, plan: Plan) -> nn.Module:
@@ -178,7 +179,7 @@ def restructure(model: nn.Module, plan: Plan) -> nn.Module:
     for conv_name, norm_name in plan.folded:
         conv = _module(model, conv_name)
         if conv.bias is None:
-            weight: Tensor = conv.weight  # type: ignore[assignment]
+            weight: Tensor = conv.weight
             conv.bias = nn.Parameter(torch.empty(_out_size(conv), dtype=weight.dtype, device=weight.device))
         _put(model, norm_name, nn.Identity())
     # inner modules first: wrapping an outer one changes the names of those inside

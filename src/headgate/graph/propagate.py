@@ -33,6 +33,9 @@ class StreamCuts:
     whole_readers: frozenset[str] = frozenset()
 
 
+NO_CUTS = StreamCuts()
+
+
 @dataclass
 class Port:
     """A place where a dense stream meets a masked layer: `atoms` are the mask's channels, in the stream's order."""
@@ -48,7 +51,7 @@ class Book(LayerBook):
 
     trace: Trace
     modules: Mapping[str, nn.Module]
-    cuts: StreamCuts = StreamCuts()
+    cuts: StreamCuts = NO_CUTS
     atom_count: int = 0
     labels: dict[int, MaybeLabels] = field(default_factory=dict)
     owners: dict[tuple[Any, ...], Labels] = field(default_factory=dict)
@@ -132,7 +135,7 @@ class Book(LayerBook):
 
 
 def follow(
-    trace: Trace, modules: Mapping[str, nn.Module], cuts: StreamCuts = StreamCuts(), *, book: Book | None = None
+    trace: Trace, modules: Mapping[str, nn.Module], cuts: StreamCuts = NO_CUTS, *, book: Book | None = None
 ) -> Book:
     """Walk through the calls in order and fill a book (a new one, or one that a walk in another mode began)."""
     if book is None:

@@ -49,7 +49,7 @@ def layer_rows(graph: ChannelGraph) -> list[LayerRow]:
                 tuple(mask.name for mask in masks_out),
                 gates + sum(mask.kind == "branch" for mask in masks_out),
                 None if masks_out else graph.frozen.get(item.name),
-            )  # fmt: skip
+            )
         )
     return rows
 

@@ -315,8 +315,9 @@ class Recorder(TorchDispatchMode):
         if from_input and func in DATA_DEPENDENT_OPS:
             inside = self._stack[-1].name if self._stack else ""
             raise TraceError(
-                f"the forward code of `{inside or 'the model'}` {DATA_DEPENDENT_OPS[func]} ({func} at {_users_line()}): "
-                "a graph that depends on the data can't be gated as a whole. Gate the submodules without control flow one by one"
+                f"the forward code of `{inside or 'the model'}` {DATA_DEPENDENT_OPS[func]} "
+                f"({func} at {_users_line()}): a graph that depends on the data can't be gated as a whole. "
+                "Gate the submodules without control flow one by one"
             )
         output = func(*args, **kwargs)
         written = _written_tensors(func, args)

@@ -61,8 +61,9 @@ def project(
 def _unreachable(cost: Cost, least: Decisions, target_macs: int) -> str:
     floor = cost.decided_macs(least)
     return (
-        f"the target of {target_macs:,} MACs ({target_macs / cost.dense_macs:.3f} of the network) can't be reached: with all gates "
-        f"closed that may close it costs {floor:,} ({floor / cost.dense_macs:.3f}). Choose a higher target, or freeze less"
+        f"the target of {target_macs:,} MACs ({target_macs / cost.dense_macs:.3f} of the network) can't be reached: "
+        f"with all gates closed that may close it costs {floor:,} ({floor / cost.dense_macs:.3f}). "
+        "Choose a higher target, or freeze less"
     )
 
 

@@ -50,6 +50,7 @@ def export_onnx(model: nn.Module, example_input: Tensor, path: str | os.PathLike
     gap = difference(expected, found)
     if not gap <= ONNX_TOLERANCE:
         raise HeadgateError(
-            f"{path}: ONNX Runtime's output differs from PyTorch's by {gap:.2g}: do not use the file, and report the model"
+            f"{path}: ONNX Runtime's output differs from PyTorch's by {gap:.2g}: "
+            "do not use the file, and report the model"
         )
     return gap

@@ -68,7 +68,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     with open(path, "rb") as file:
         if file.read(8).startswith(PICKLE_STARTS):
             raise FileError(
-                f"{path} is a pickle, which can run any code when it is loaded: headgate refuses it. Save with headgate.save"
+                f"{path} is a pickle, which can run any code when it is loaded: "
+                "headgate refuses it. Save with headgate.save"
             )
     try:
         with safe_open(str(path), framework="pt") as file:

@@ -38,7 +38,7 @@ def shrink(
     padding: Decisions | None = None,
     fold_batchnorm: bool = False,
 ) -> nn.Module:
-    """The smaller network. `padding` are gates that stay for a rounder width, though what they let through is cut off."""
+    """The smaller network. `padding` are gates that stay for a rounder width; what they let through is cut off."""
     kept = decisions if padding is None else decisions | padding
     plan = make_plan(graph, kept, dead_branches(graph, decisions))
     small = build(model, plan)
@@ -151,8 +151,8 @@ def check_same(
     if not worst <= tolerance:
         layer = first_difference(gated, gated_body, small, graph, kept, (args, kwargs), tolerance)
         raise ShrinkMismatch(
-            f"the shrunk network's output differs from the gated one's by {worst:.2g} (allowed: {tolerance:g}), first at {layer}. "
-            f"Freeze that layer (frozen=[…]) and report the model"
+            f"the shrunk network's output differs from the gated one's by {worst:.2g} (allowed: {tolerance:g}), "
+            f"first at {layer}. Freeze that layer (frozen=[…]) and report the model"
         )
     return worst
 

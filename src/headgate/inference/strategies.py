@@ -53,7 +53,7 @@ class Strategy:
 
 
 def combine(outputs: list[Tensor], how: Literal["mean", "vote"]) -> Tensor:
-    """One answer from several runs' logits: the log of the mean probability, or of the share of votes. Classes are axis 1."""
+    """One answer from several runs' logits (axis 1: classes): log of the mean probability, or of the votes' share."""
     stacked = torch.stack([output.float() for output in outputs])
     if how == "mean":
         return stacked.log_softmax(2).logsumexp(0) - torch.log(torch.tensor(float(len(outputs))))

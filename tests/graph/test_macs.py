@@ -1,0 +1,73 @@
+"""Multiply-adds: by hand for small networks, by PyTorch's own counter for large ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import headgate
+from headgate.graph import macs as macs_module
+from headgate.graph.macs import macs_by_layer
+from headgate.models import import_torchvision
+from tests.networks import NETWORKS, example
+from tests.oracle import Net, independent_macs, weightless
+
+models = import_torchvision().models
+CLASSIFIERS = models.list_models(module=models)
+
+BY_HAND: list[tuple[str, nn.Module, tuple[int, ...], int]] = [
+    ("convolution", nn.Conv2d(3, 8, 3), (3, 10, 12), 8 * 10 * 8 * 3 * 9),
+    ("stride and padding", nn.Conv2d(3, 8, 3, stride=2, padding=1), (3, 8, 8), 4 * 4 * 8 * 3 * 9),
+    ("groups", nn.Conv2d(8, 12, 3, padding=1, groups=4), (8, 5, 5), 25 * 12 * 2 * 9),
+    ("depthwise", nn.Conv2d(8, 8, 3, padding=1, groups=8), (8, 5, 5), 25 * 8 * 9),
+    ("one dimension", nn.Conv1d(4, 6, 5), (4, 20), 16 * 6 * 4 * 5),
+    ("three dimensions", nn.Conv3d(2, 3, 2), (2, 4, 4, 4), 27 * 3 * 2 * 8),
+    ("transposed", nn.ConvTranspose2d(4, 6, 3, stride=2), (4, 5, 5), 25 * 4 * 6 * 9),
+    ("linear", nn.Linear(7, 9), (7,), 63),
+    ("linear on tokens", nn.Linear(7, 9), (5, 7), 5 * 63),
+    ("norms and activations are free", nn.Sequential(nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 9)), (7,), 63),
+    ("attention", Net(lambda n, x: n.a(x, x, x)[0], a=nn.MultiheadAttention(8, 2, batch_first=True)), (5, 8),
+     4 * 5 * 64 + 2 * 5 * 5 * 8),
+    ("fused attention", Net(lambda n, x: F.scaled_dot_product_attention(x, x, x)), (2, 5, 4), 2 * 2 * 5 * 5 * 4),
+    ("matrix product", Net(lambda n, x: x @ x.transpose(1, 2)), (5, 4), 5 * 4 * 5),
+    ("matrix times vector", Net(lambda n, x: x @ n.v, v=nn.Parameter(torch.ones(4))), (5, 4), 5 * 4),
+    ("einsum", Net(lambda n, x: torch.einsum("bij,jk->bik", x, n.w), w=nn.Parameter(torch.ones(4, 3))), (5, 4), 5 * 4 * 3),
+    ("a functional convolution", Net(lambda n, x: F.conv2d(x, n.w), w=nn.Parameter(torch.ones(6, 3, 1, 1))), (3, 4, 4), 16 * 18),
+    ("a functional linear", Net(lambda n, x: F.linear(x, n.w), w=nn.Parameter(torch.ones(6, 3))), (3,), 18),
+    ("one module used twice", Net(lambda n, x: n.a(n.a(x)), a=nn.Linear(4, 4)), (4,), 32),
+    ("nothing to multiply", nn.ReLU(), (4,), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "shape", "macs"), [row[1:] for row in BY_HAND], ids=[row[0] for row in BY_HAND])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_macs_are_those_counted_by_hand(model: nn.Module, shape: tuple[int, ...], macs: int, batch: int) -> None:
+    assert headgate.count_macs(model.eval(), torch.randn(batch, *shape)) == macs
+
+
+def test_macs_by_layer_names_the_place() -> None:
+    model = Net(lambda n, x: n.b(torch.matmul(n.a(x), n.w)), a=nn.Linear(4, 5), w=nn.Parameter(torch.ones(5, 3)), b=nn.Linear(3, 2))
+    macs = macs_by_layer(model, torch.randn(2, 4))
+    assert (macs.pop("a"), macs.pop("b"), *macs.values()) == (20, 6, 15)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_macs_of_a_small_network_are_those_of_the_flop_counter(name: str) -> None:
+    case = NETWORKS[name]
+    model = case.make().eval()
+    assert headgate.count_macs(model, example(case)) == independent_macs(model, *example(case))
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_macs_of_a_torchvision_model_are_those_of_the_flop_counter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(macs_module, "check_model", lambda model: None)  # counting needs no values
+    options: dict[str, Any] = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    with weightless():
+        model = models.get_model(name, **options).eval().to("meta")
+    size = 299 if name == "inception_v3" else 224
+    x = torch.empty(1, 3, size, size, device="meta")
+    assert headgate.count_macs(model, x) == independent_macs(model, x) > 0
