@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from tests.oracle import Net
+from torch import Tensor, nn
 
 IMAGE = (3, 8, 8)
 
@@ -340,7 +339,8 @@ NETWORKS: dict[str, Case] = {
     ),
     "U-Net": Case(
         lambda: Net(
-            unet, down1=conv(3, 8), down2=conv(8, 12), up=nn.ConvTranspose2d(12, 8, 2, 2), merge=conv(16, 6), head=conv(6, 4, 1)
+            unet, down1=conv(3, 8), down2=conv(8, 12), up=nn.ConvTranspose2d(12, 8, 2, 2), merge=conv(16, 6),
+            head=conv(6, 4, 1),
         ),
         gated="down1 down2 up merge",
     ),
@@ -379,7 +379,8 @@ NETWORKS: dict[str, Case] = {
     ),
     "view with a fixed width": Case(
         lambda: Net(
-            lambda n, x: n.head(F.relu(n.b(F.relu(n.a(x)))).reshape(-1, 384)), a=conv(3, 8), b=conv(8, 6), head=head(384)
+            lambda n, x: n.head(F.relu(n.b(F.relu(n.a(x)))).reshape(-1, 384)),
+            a=conv(3, 8), b=conv(8, 6), head=head(384),
         ),
         gated="a", frozen={"b": "fewer channels"},
     ),
@@ -396,7 +397,8 @@ NETWORKS: dict[str, Case] = {
         lambda: Net(
             lambda n, x: pooled(n, n.block(n.stem(x))), stem=conv(3, 8), head=head(8),
             block=Net(
-                channels_last, depthwise=conv(8, 8, groups=8), norm=nn.LayerNorm(8), up=nn.Linear(8, 16), down=nn.Linear(16, 8)
+                channels_last, depthwise=conv(8, 8, groups=8), norm=nn.LayerNorm(8), up=nn.Linear(8, 16),
+                down=nn.Linear(16, 8),
             ),
         ),
         gated="block.up", frozen={"stem": "`block.norm` (LayerNorm)"}, branches="block.down",
@@ -442,8 +444,8 @@ NETWORKS: dict[str, Case] = {
         lambda: Net(
             lambda n, x: pooled(n, n.block(F.relu6(n.stem(x)))), stem=conv(3, 8), head=head(8),
             block=Net(
-                mobile, expand=conv(8, 16, 1), norm1=nn.BatchNorm2d(16), depthwise=conv(16, 16, groups=16), project=conv(16, 8, 1),
-                norm2=nn.BatchNorm2d(16), excite=SqueezeExcite(16, 4), norm3=nn.BatchNorm2d(8),
+                mobile, expand=conv(8, 16, 1), norm1=nn.BatchNorm2d(16), depthwise=conv(16, 16, groups=16),
+                project=conv(16, 8, 1), norm2=nn.BatchNorm2d(16), excite=SqueezeExcite(16, 4), norm3=nn.BatchNorm2d(8),
             ),
         ),
         gated="stem block.expand block.excite.down", branches="block.norm3",
@@ -454,7 +456,8 @@ NETWORKS: dict[str, Case] = {
     ),
     "squeeze and excitation by convolutions": Case(
         lambda: two_convs(
-            lambda n, x: x * n.up(F.silu(n.down(F.adaptive_avg_pool2d(x, 1)))).sigmoid(), down=conv(8, 4, 1), up=conv(4, 8, 1)
+            lambda n, x: x * n.up(F.silu(n.down(F.adaptive_avg_pool2d(x, 1)))).sigmoid(),
+            down=conv(8, 4, 1), up=conv(4, 8, 1),
         ),
         gated="a down b",
     ),
@@ -467,7 +470,8 @@ NETWORKS: dict[str, Case] = {
     ),
     "GroupNorm": Case(lambda: two_convs(lambda n, x: F.relu(n.norm(x)), 12, norm=nn.GroupNorm(4, 12)), gated="a b"),
     "GroupNorm of one group": Case(
-        lambda: two_convs(lambda n, x: F.relu(n.norm(x)), norm=nn.GroupNorm(1, 8)), gated="b", frozen={"a": "hang together"}
+        lambda: two_convs(lambda n, x: F.relu(n.norm(x)), norm=nn.GroupNorm(1, 8)),
+        gated="b", frozen={"a": "hang together"},
     ),
     "LayerNorm": Case(
         lambda: two_convs(lambda n, x: F.relu(n.norm(x)), norm=nn.LayerNorm([8, 8, 8])),
@@ -493,7 +497,8 @@ NETWORKS: dict[str, Case] = {
     ),
     "activations of many kinds": Case(
         lambda: two_convs(
-            lambda n, x: F.hardtanh(F.elu(x)) + F.softplus(x) * x.tanh() - x.exp().clamp(max=2) + F.leaky_relu(x).abs().sqrt()
+            lambda n, x: F.hardtanh(F.elu(x)) + F.softplus(x) * x.tanh() - x.exp().clamp(max=2)
+            + F.leaky_relu(x).abs().sqrt()
         ),
         gated="a b",
     ),
@@ -508,12 +513,15 @@ NETWORKS: dict[str, Case] = {
         lambda: two_convs(lambda n, x: F.adaptive_max_pool2d(F.avg_pool2d(F.max_pool2d(x, 3, 1, 1), 2), 3)), gated="a b"
     ),
     "pooled to the largest value": Case(
-        lambda: Net(lambda n, x: n.head(n.a(x).amax((2, 3)) + n.b(x).mean((-2, -1))), a=conv(3, 8), b=conv(3, 8), head=head(8)),
+        lambda: Net(
+            lambda n, x: n.head(n.a(x).amax((2, 3)) + n.b(x).mean((-2, -1))), a=conv(3, 8), b=conv(3, 8), head=head(8)
+        ),
         gated="a",
     ),
     "upsampling": Case(
         lambda: two_convs(
-            lambda n, x: F.interpolate(n.up(x), size=(8, 8), mode="bilinear"), up=nn.Upsample(scale_factor=2, mode="nearest")
+            lambda n, x: F.interpolate(n.up(x), size=(8, 8), mode="bilinear"),
+            up=nn.Upsample(scale_factor=2, mode="nearest"),
         ),
         gated="a b",
     ),
@@ -544,7 +552,8 @@ NETWORKS: dict[str, Case] = {
     ),
     # --------------------------------------------------------------------------------- linear layers, attention
     "MLP with BatchNorm1d": Case(
-        lambda: Net(mlp, a=nn.Linear(10, 12), b=nn.Linear(12, 8), norm=nn.BatchNorm1d(8), head=head(8)), ((10,),), gated="a b"
+        lambda: Net(mlp, a=nn.Linear(10, 12), b=nn.Linear(12, 8), norm=nn.BatchNorm1d(8), head=head(8)),
+        ((10,),), gated="a b",
     ),
     "gated MLP": Case(
         lambda: Net(
@@ -555,7 +564,8 @@ NETWORKS: dict[str, Case] = {
     ),
     "attention block": Case(
         lambda: Net(
-            lambda n, x: n.head(n.block(n.embed(x)).mean(1)), embed=nn.Linear(6, 8), block=AttentionBlock(8, 12), head=head(8)
+            lambda n, x: n.head(n.block(n.embed(x)).mean(1)),
+            embed=nn.Linear(6, 8), block=AttentionBlock(8, 12), head=head(8),
         ),
         ((7, 6),), gated="block.mlp.0", frozen={"embed": "LayerNorm"}, branches="block.mlp.2",
     ),
@@ -584,7 +594,9 @@ NETWORKS: dict[str, Case] = {
         lambda: Net(self_product, a=conv(3, 8), b=conv(8, 6), head=head(6)), gated="b", frozen={"a": ""}
     ),
     # ------------------------------------------------------------------------------------------ ways of writing
-    "in place": Case(lambda: Net(inplace, a=conv(3, 8), b=conv(8, 8), c=conv(8, 6), head=head(6)), gated="a c", branches="b"),
+    "in place": Case(
+        lambda: Net(inplace, a=conv(3, 8), b=conv(8, 8), c=conv(8, 6), head=head(6)), gated="a c", branches="b"
+    ),
     "in place on a view that is read again": Case(
         lambda: Net(alias_then_read, a=conv(3, 8), b=conv(8, 6), head=head(6)),
         gated="b", frozen={"a": "overwrites a tensor that is read again"},
@@ -621,7 +633,8 @@ NETWORKS: dict[str, Case] = {
     ),
     "outputs in a tuple": Case(
         lambda: Net(
-            lambda n, x: ((y := F.relu(n.b(F.relu(n.a(x))))), n.head(y.mean((2, 3)))), a=conv(3, 8), b=conv(8, 6), head=head(6)
+            lambda n, x: ((y := F.relu(n.b(F.relu(n.a(x))))), n.head(y.mean((2, 3)))),
+            a=conv(3, 8), b=conv(8, 6), head=head(6),
         ),
         gated="a", frozen={"b": "is an output of the model"},
     ),

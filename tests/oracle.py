@@ -57,7 +57,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def difference(expected: Any, found: Any) -> float:
     """The largest difference of two (nests of) outputs, relative to the largest value."""
-    pairs = list(zip(tensors(expected), tensors(found), strict=True))
+    pairs = [(a.detach(), b.detach()) for a, b in zip(tensors(expected), tensors(found), strict=True)]
     assert pairs and all(a.shape == b.shape for a, b in pairs)
     assert all(a.isfinite().all() and a.abs().max() > 0 for a, _ in pairs), "the comparison would mean nothing"
     return max(float((a.double() - b.double()).abs().max() / a.double().abs().max()) for a, b in pairs)

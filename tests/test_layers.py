@@ -7,7 +7,8 @@ import headgate
 
 PACKAGE = Path(next(iter(headgate.__path__)))
 
-CORE = ["errors", "graph", "gates", "inference", "gated", "storage", "training"]  # lowest first; each sees all before it
+# lowest first; each sees all before it
+CORE = ["errors", "graph", "gates", "inference", "gated", "storage", "training"]
 BELOW = {layer: set(CORE[:height]) for height, layer in enumerate(CORE)}
 BELOW |= {"models": {"errors", "graph"}, "data": {"errors"}, "analysis": {"errors"}}  # siblings, blind to each other
 BELOW["__init__"] = set(BELOW)

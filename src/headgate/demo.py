@@ -40,8 +40,8 @@ ROUND_TO = 8
 class Schedule:
     """Epochs of each phase."""
 
-    dense: int = 8
-    gates: int = 16
+    dense: int = 6
+    gates: int = 12
 
 
 def make_model() -> nn.Module:

@@ -54,7 +54,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """`x` itself, whose gradient arrives multiplied by `factor`."""
-    scaled: Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    scaled: Tensor = _ScaledGradient.apply(x, factor)
     return scaled
 
 

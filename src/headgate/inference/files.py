@@ -23,6 +23,8 @@ from headgate.errors import FileError
 
 FORMAT = 1
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+HEADER_START = 8
+"""A safetensors file opens with its header's length in 8 bytes, which may look like anything, and then a brace."""
 
 
 def digest(tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> str:
@@ -66,7 +68,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     if not path.is_file():
         raise FileError(f"{path}: no such file")
     with open(path, "rb") as file:
-        if file.read(8).startswith(PICKLE_STARTS):
+        start = file.read(HEADER_START + 1)
+        if start.startswith(PICKLE_STARTS) and start[HEADER_START:] != b"{":
             raise FileError(
                 f"{path} is a pickle, which can run any code when it is loaded: "
                 "headgate refuses it. Save with headgate.save"
