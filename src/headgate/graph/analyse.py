@@ -35,10 +35,10 @@ from headgate.graph.grouping import (
     make_masks,
 )  # fmt: skip
 from headgate.graph.labels import Labels
-from headgate.graph.layer_rules import is_layer, rule_for
+from headgate.graph.layer_rules import rule_for, trace_model
 from headgate.graph.propagate import Book, StreamCuts, follow, walk
 from headgate.graph.rehearse import Failure, rehearse
-from headgate.graph.trace import Call, Trace, trace
+from headgate.graph.trace import Call, Trace
 
 StreamForm = Literal["shared", "indexed"]
 Frozen = list[tuple[Labels, str]]
@@ -71,7 +71,7 @@ DEFAULT_SETTINGS = Settings()
 def analyse(model: nn.Module, example_input: Any, settings: Settings = DEFAULT_SETTINGS) -> ChannelGraph:
     """The channel graph of a model, which is not changed. Every graph returned has passed its rehearsal."""
     check_model(model)
-    recorded = trace(model, example_input, is_layer)
+    recorded = trace_model(model, example_input)
     modules = dict(model.named_modules())
     frozen_names = check_frozen_names(settings.frozen, modules)
     branches = _one_for_each_addition(find_branches(recorded), follow(recorded, modules), modules, recorded)
@@ -159,7 +159,7 @@ def _follow_training(model: nn.Module, example_input: Any, book: Book) -> None:
         return
     twice = tree_map(lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) else leaf, example_input)
     try:
-        recorded = trace(model, twice, is_layer, training=True)
+        recorded = trace_model(model, twice, training=True)
     except HeadgateError:
         return  # never trained as it is; evaluation is what counts
     other = Book(
@@ -253,6 +253,8 @@ def assemble(
     """A channel graph from what is known now."""
     recorded = book.trace
     classes = classes_of(book, [*frozen, *_kept_stream(book)])
+    if settings.granularity != "layer":
+        _feed_every_reader(book, classes, settings.granularity)
     if settings.granularity == "layer":
         masks = tuple(
             Mask(branch.name, i, 1, tuple(sorted(branch.layers(recorded))), "branch", True)
@@ -274,6 +276,23 @@ def assemble(
         _writers(book, atom_gate), branches, _reasons(book, classes, atom_gate, settings), islands,
         settings.granularity, settings.stream,
     )  # fmt: skip
+
+
+def _feed_every_reader(book: Book, classes: Classes, granularity: Granularity) -> None:
+    """A layer that reads only parts of masks could lose all its inputs: freeze the first channel it reads."""
+    masks, atom_gate = make_masks(book, Classes(classes.of_atom, dict(classes.reasons)), granularity)
+    number = np.repeat(np.arange(len(masks)), [mask.size for mask in masks])
+    for usage in book.usages:
+        gates = gates_of(usage.reads, atom_gate)
+        if gates is None or (gates == ALWAYS_OPEN).any():
+            continue
+        read = np.unique(gates)
+        mask_read, count = np.unique(number[read], return_counts=True)
+        if not any(masks[m].size == n for m, n in zip(mask_read, count, strict=True)):
+            assert usage.reads is not None
+            classes.reasons.setdefault(
+                int(classes.of_atom[usage.reads[0]]), f"`{usage.layer}` reads only part of these channels"
+            )
 
 
 def _kept_stream(book: Book) -> Frozen:

@@ -170,7 +170,8 @@ def replacements(branch: Branch, trace: Trace, modules: dict[str, nn.Module]) ->
     result: dict[str, dict[str, object]] = {}
     for name in sorted(branch.layers(trace)):
         stand_in = _without_arithmetic(modules[name])
-        if stand_in is None:
+        # PyTorch's encoder layer looks at its layers' weights to choose a fused operator
+        if stand_in is None or isinstance(modules[name.rpartition(".")[0]], nn.TransformerEncoderLayer):
             return None
         if name != branch.mask_at and not name.startswith(branch.mask_at + "."):
             result[name] = stand_in

@@ -14,10 +14,11 @@ is seen through, operator by operator. Knows nothing of gates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from torch import nn
 from headgate.graph.labels import Labels, along, channel_axis
 from headgate.graph.op_rules import ChannelBook, MaybeLabels, elementwise
 from headgate.graph.relayout import Relayout
-from headgate.graph.trace import Call
+from headgate.graph.trace import Call, Layers, Trace, trace
 
 Index = NDArray[np.int64]
 GroupMode = Literal["full", "positions", "whole"]
@@ -344,3 +345,23 @@ def shape_only(module: nn.Module) -> None:
 def is_layer(module: nn.Module) -> bool:
     """Whether a module is recorded as one call."""
     return isinstance(module, Relayout) or rule_for(module) is not None
+
+
+LAYERS = Layers(is_layer, shape_only)
+
+
+@contextmanager
+def plain_attention(wanted: bool = True) -> Iterator[None]:
+    """Keep PyTorch's transformer layers from running as one fused operator, in which no channel can be seen."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(before and not wanted)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def trace_model(model: nn.Module, example_input: Any, *, training: bool = False) -> Trace:
+    """Record a forward pass with the layers of the table."""
+    with plain_attention():
+        return trace(model, example_input, LAYERS, training=training)

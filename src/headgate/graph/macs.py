@@ -10,15 +10,14 @@ from typing import Any
 from torch import nn
 
 from headgate.graph.analyse import check_model
-from headgate.graph.layer_rules import is_layer
+from headgate.graph.layer_rules import trace_model
 from headgate.graph.propagate import follow
-from headgate.graph.trace import trace
 
 
 def macs_by_layer(model: nn.Module, example_input: Any) -> dict[str, int]:
     """Multiply-adds an image of every layer, and of matrix products outside of layers by the module they run in."""
     check_model(model)
-    recorded = trace(model, example_input, is_layer)
+    recorded = trace_model(model, example_input)
     book = follow(recorded, dict(model.named_modules()))
     macs: dict[str, int] = {}
     for name, count in [(usage.layer, usage.macs) for usage in book.usages] + list(book.other_macs.items()):

@@ -19,12 +19,12 @@ from torch import nn
 from headgate.errors import HeadgateError
 from headgate.graph.grouping import ChannelGraph, Decisions
 from headgate.graph.labels import NO_CHANNEL, Labels
-from headgate.graph.layer_rules import is_layer
+from headgate.graph.layer_rules import LAYERS, plain_attention
 from headgate.graph.op_rules import MaybeLabels
 from headgate.graph.plan import make_plan, restructure
 from headgate.graph.propagate import Book, walk
 from headgate.graph.relayout import Relayout, dense_name
-from headgate.graph.trace import Call, Recorder, Trace, _to_meta, as_arguments, stripped_copy, tensors_in
+from headgate.graph.trace import Call, Trace, run_recorded, stripped_copy, tensors_in
 
 
 @dataclass(frozen=True)
@@ -96,31 +96,22 @@ class SmallBook(Book):
 def rehearse(
     model: nn.Module, example_input: Any, graph: ChannelGraph, decisions: Decisions, dead: tuple[int, ...] = ()
 ) -> Failure | None:
-    """Run the smaller network on the meta device; None if all is as it should be."""
+    """Run the smaller network where the dense one was traced; None if all is as it should be."""
+    on_meta = graph.trace.on_meta
     try:
-        small = restructure(stripped_copy(model, to_meta=True).to("meta"), make_plan(graph, decisions, dead)).to("meta")
+        small = restructure(stripped_copy(model, to_meta=on_meta), make_plan(graph, decisions, dead))
     except HeadgateError as error:
         return Failure(None, str(error))
-    recorder = Recorder(small.eval(), is_layer, graph.trace.batch_size)
-    args, kwargs = as_arguments(example_input)
-    crash: Exception | None = None
-    outputs: Any = None
-    try:
-        outputs = recorder.run(small, *_meta(args, kwargs))
-    except Exception as error:  # whatever the user's forward code raises
-        crash = error
+    if on_meta:
+        small = small.to("meta")
+    with plain_attention(not dead):
+        recorder, outputs = run_recorded(small.eval(), example_input, LAYERS, graph.trace.batch_size, on_meta)
     if dead:
-        return _dead_failure(graph, recorder.trace, crash, outputs)
-    return _compare(graph, recorder.trace, dict(small.named_modules()), graph.open_atoms(decisions), crash)
+        return _dead_failure(graph, recorder.crash, outputs)
+    return _compare(graph, recorder.trace, dict(small.named_modules()), graph.open_atoms(decisions), recorder.crash)
 
 
-def _meta(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    from torch.utils._pytree import tree_map
-
-    return tree_map(_to_meta, (args, dict(kwargs)))
-
-
-def _dead_failure(graph: ChannelGraph, small: Trace, crash: Exception | None, outputs: Any) -> Failure | None:
+def _dead_failure(graph: ChannelGraph, crash: Exception | None, outputs: Any) -> Failure | None:
     if crash is not None:
         return Failure(None, f"{type(crash).__name__}: {crash}")
     shapes = [tuple(tensor.shape) for tensor in tensors_in(outputs)]

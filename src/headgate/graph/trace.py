@@ -91,6 +91,7 @@ class Trace:
     inputs: tuple[Value, ...] = ()
     outputs: tuple[Value, ...] = ()
     batch_size: int = 1
+    on_meta: bool = True
     overwritten: list[tuple[Value, Call]] = field(default_factory=list)
     """Values that an in-place operator changed behind the back of a later reader."""
 
@@ -179,27 +180,48 @@ def _loose_tensors(model: nn.Module) -> Iterator[Tensor]:
                 yield attribute
 
 
-def trace(
-    model: nn.Module, example_input: Any, is_layer: Callable[[nn.Module], bool], *, training: bool = False
-) -> Trace:
-    """Record the forward pass of `model`, which is not changed."""
-    args, kwargs = as_arguments(example_input)
-    batch_size = batch_size_of(example_input)
+@dataclass(frozen=True)
+class Layers:
+    """What the tracer must know of layers: which modules are some, and how to spare their arithmetic on meta."""
+
+    is_layer: Callable[[nn.Module], bool]
+    lighten: Callable[[nn.Module], None] = lambda module: None
+
+
+def trace(model: nn.Module, example_input: Any, layers: Layers, *, training: bool = False) -> Trace:
+    """Record the forward pass of `model`, which is not changed: on the meta device, or where that fails, for real."""
     try:
-        twin = stripped_copy(model, to_meta=True)
-        meta_args, meta_kwargs = tree_map(_to_meta, (args, kwargs))
-        return _record(twin, meta_args, meta_kwargs, is_layer, batch_size, training)
-    except (ModelError, TraceError):
+        return _record(model, example_input, layers, training, on_meta=True)
+    except ModelError:
         raise
     except Exception as meta_error:  # what the meta device can't do, the model's own device may
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise _rejected(meta_error, example_input) from meta_error
         try:
-            return _record(stripped_copy(model, to_meta=False), args, kwargs, is_layer, batch_size, training)
-        except (ModelError, TraceError):
+            return _record(model, example_input, layers, training, on_meta=False)
+        except ModelError:
             raise
         except Exception as error:
-            raise _rejected(error, example_input) from error
+            raise _rejected(error, example_input) from meta_error
+
+
+def _record(model: nn.Module, example_input: Any, layers: Layers, training: bool, on_meta: bool) -> Trace:
+    twin = stripped_copy(model, to_meta=on_meta).train(training)
+    recorder, _ = run_recorded(twin, example_input, layers, batch_size_of(example_input), on_meta)
+    if recorder.crash is not None:
+        raise recorder.crash
+    return recorder.trace
+
+
+def run_recorded(
+    twin: nn.Module, example_input: Any, layers: Layers, batch_size: int, on_meta: bool
+) -> tuple[Recorder, Any]:
+    """Run a copy of a model (hooks are put on it) and record it; what it raises is kept in `crash`."""
+    args, kwargs = tree_map(_to_meta, as_arguments(example_input)) if on_meta else as_arguments(example_input)
+    if on_meta:
+        for module in twin.modules():
+            layers.lighten(module)
+    recorder = Recorder(twin, layers.is_layer, batch_size)
+    recorder.trace.on_meta = on_meta
+    return recorder, recorder.run(twin, args, kwargs)
 
 
 def _rejected(error: Exception, example_input: Any) -> TraceError:
@@ -214,22 +236,13 @@ def _to_meta(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
 
-def _record(
-    twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_layer: Callable[[nn.Module], bool],
-    batch_size: int, training: bool,
-) -> Trace:  # fmt: skip
-    twin.train(training)
-    recorder = Recorder(twin, is_layer, batch_size)
-    recorder.run(twin, args, kwargs)
-    return recorder.trace
-
-
 class Recorder(TorchDispatchMode):
     """Writes down layers (through module hooks) and operators (through the dispatcher)."""
 
     def __init__(self, model: nn.Module, is_layer: Callable[[nn.Module], bool], batch_size: int) -> None:
         super().__init__()
         self.trace = Trace(batch_size=batch_size)
+        self.crash: Exception | None = None
         self._values: dict[int, Value] = {}
         self._alive: list[Tensor] = []
         self._by_storage: dict[int, dict[int, Tensor]] = {}
@@ -244,10 +257,14 @@ class Recorder(TorchDispatchMode):
             module.register_forward_hook(self._leave(name, layer, type(module)), with_kwargs=True, always_call=False)
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model, recording; if it raises, what came before is in `trace`."""
-        with torch.no_grad(), self:
-            self.trace.inputs = tuple(self.value(tensor, from_input=True) for tensor in tensors_in((args, kwargs)))
-            outputs = model(*args, **kwargs)
+        """Call the model, recording; if it raises, that is in `crash` and what came before in `trace`."""
+        try:
+            with torch.no_grad(), self:
+                self.trace.inputs = tuple(self.value(tensor, from_input=True) for tensor in tensors_in((args, kwargs)))
+                outputs = model(*args, **kwargs)
+        except Exception as error:  # whatever the user's forward code raises
+            self.crash = error
+            return None
         self.trace.outputs = tuple(self.value(tensor) for tensor in tensors_in(outputs))
         self._find_overwritten()
         return outputs
