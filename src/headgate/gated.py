@@ -8,6 +8,7 @@ nothing of training loops, data sets or the command line.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -279,6 +280,12 @@ class GatedModel(nn.Module):
 
     def calibrate(self, loader: Iterable[Any], batches: int = 200, round_to: int = 1) -> GatedModel:
         """Decide within the target, then re-estimate BatchNorm under these decisions; no weight changes."""
+        if 0 < self.budget.step < self.budget.ramp_steps:
+            warnings.warn(
+                f"training stopped at step {self.budget.step} of a ramp of {self.budget.ramp_steps}: the gates were not yet "
+                f"asked for the whole target. Pass budget=headgate.Budget({self.target:g}, ramp_steps=half of your steps)",
+                stacklevel=2,
+            )
         self.project(round_to)
         training = self.training
         self.eval()

@@ -130,7 +130,7 @@ def test_soft_gates_are_between_and_reach_the_weights() -> None:
 def test_gates_work_under_autocast(name: str) -> None:
     """In float16: the network computes in it, the gates and their cost do not."""
     case = NETWORKS[name]
-    gated = headgate.gate(randomize_(case.make().eval()), example(case), target=0.5, budget=Budget.paper(0.5)).train()
+    gated = headgate.gate(randomize_(case.make().eval()), example(case), target=0.9, budget=Budget.paper(0.9)).train()
     with torch.autocast("cpu", dtype=torch.float16):
         output = gated(*example(case))
         cost = gated.cost_loss()

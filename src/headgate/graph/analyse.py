@@ -335,58 +335,61 @@ def _dying_branches(
     book: Book, masks: tuple[Mask, ...], atom_gate: NDArray[np.int64], removable: list[Branch]
 ) -> tuple[GatedBranch, ...]:
     """Removable branches with the masks that, all closed, leave them nothing to say."""
-    mask_of_gate = np.repeat(np.arange(len(masks)), [mask.size for mask in masks]) if masks else np.zeros(0, int)
-    usages = {usage.layer: usage for usage in book.usages}
-    touching: dict[int, set[str]] = {}
-    for usage in book.usages:
-        for labels in (usage.reads, usage.writes):
-            gates = gates_of(labels, atom_gate)
-            if gates is not None:
-                for number in np.unique(mask_of_gate[gates[gates != ALWAYS_OPEN]]):
-                    touching.setdefault(int(number), set()).add(usage.layer)
-    layer_of_atom = {int(atoms[0]): owner[1] for owner, atoms in book.owners.items() if owner[0] == "layer"}
-    result = []
-    for branch in removable:
-        inside = branch.layers(book.trace)
-        chain = _chain(book, branch, inside, usages, atom_gate, mask_of_gate, touching, layer_of_atom, masks)
-        if chain:
-            result.append(GatedBranch(branch, tuple(chain)))
-    return tuple(result)
+    chains = _Chains(book, masks, atom_gate)
+    found = ((branch, chains.of(branch)) for branch in removable)
+    return tuple(GatedBranch(branch, chain) for branch, chain in found if chain)
 
 
-def _chain(
-    book: Book, branch: Branch, inside: set[str], usages: dict[str, Any], atom_gate: NDArray[np.int64],
-    mask_of_gate: NDArray[np.int64], touching: dict[int, set[str]], layer_of_atom: dict[int, str],
-    masks: tuple[Mask, ...],
-) -> list[int]:  # fmt: skip
-    """Masks on the way from the branch's end to its start, each of which all must pass."""
-    labels = book.before_cut.get(branch.mask_value.index, book.labels_of(branch.mask_value))
-    chain: list[int] = []
+class _Chains:
+    """Finds the masks on the way through a branch, each of which everything must pass."""
 
-    def whole_mask(labels: Labels | None) -> int | None:
-        """The one mask inside the branch that all these channels belong to."""
-        gates = gates_of(labels, atom_gate)
-        if gates is None or (gates == ALWAYS_OPEN).any():
+    def __init__(self, book: Book, masks: tuple[Mask, ...], atom_gate: NDArray[np.int64]) -> None:
+        self.book = book
+        self.masks = masks
+        self.atom_gate = atom_gate
+        self.mask_of_gate = np.repeat(np.arange(len(masks)), [mask.size for mask in masks])
+        self.usages = {usage.layer: usage for usage in book.usages}
+        self.layer_of_atom = {int(atoms[0]): owner[1] for owner, atoms in book.owners.items() if owner[0] == "layer"}
+        self.layers_at: dict[int, set[str]] = {}
+        for usage in book.usages:
+            for labels in (usage.reads, usage.writes):
+                for number in self._numbers(labels):
+                    self.layers_at.setdefault(number, set()).add(usage.layer)
+
+    def _numbers(self, labels: Labels | None) -> set[int]:
+        gates = gates_of(labels, self.atom_gate)
+        return set() if gates is None else set(self.mask_of_gate[gates[gates != ALWAYS_OPEN]].tolist())
+
+    def _only_mask(self, labels: Labels | None, inside: set[str]) -> int | None:
+        """The one mask that all these channels belong to, if no layer outside the branch has to do with it."""
+        gates = gates_of(labels, self.atom_gate)
+        numbers = self._numbers(labels)
+        if gates is None or (gates == ALWAYS_OPEN).any() or len(numbers) != 1:
             return None
-        numbers = set(mask_of_gate[gates].tolist())
         number = numbers.pop()
-        return number if not numbers and touching[number] <= inside else None
+        return number if self.layers_at[number] <= inside else None
 
-    own = whole_mask(None if labels is None else labels.reshape(-1))
-    if own is not None:
-        chain.append(own)
-    layer = None if labels is None or labels.size == 0 else layer_of_atom.get(int(labels.reshape(-1)[0]))
-    while layer is not None and layer in inside:
-        usage = usages[layer]
-        number = whole_mask(usage.reads) if usage.mode != "whole" else None
-        if number is None or number in chain:
-            break
-        chain.append(number)
-        feeding = [
-            name for name in masks[number].layers if name in usages and usages[name].mode != "whole" and name != layer
-        ]
-        layer = feeding[0] if len(feeding) == 1 else None
-    return chain
+    def of(self, branch: Branch) -> tuple[int, ...]:
+        """The masks from the branch's end to its start."""
+        inside = branch.layers(self.book.trace)
+        labels = self.book.before_cut.get(branch.mask_value.index, self.book.labels_of(branch.mask_value))
+        if labels is None or labels.size == 0:
+            return ()
+        own = self._only_mask(labels.reshape(-1), inside)
+        chain = [] if own is None else [own]
+        layer = self.layer_of_atom.get(int(labels.reshape(-1)[0]))
+        while layer is not None and layer in inside:
+            usage = self.usages[layer]
+            number = self._only_mask(usage.reads, inside) if usage.mode != "whole" else None
+            if number is None or number in chain:
+                break
+            chain.append(number)
+            feeding = [name for name in self.masks[number].layers if name != layer and self._mixes(name)]
+            layer = feeding[0] if len(feeding) == 1 else None
+        return tuple(chain)
+
+    def _mixes(self, layer: str) -> bool:
+        return layer in self.usages and self.usages[layer].mode != "whole"
 
 
 # ------------------------------------------------------------------------------------------------ rehearsal

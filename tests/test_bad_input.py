@@ -1,0 +1,372 @@
+"""Bad input: every mistake gets an error of the right kind that names the place and says what to do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headgate
+from headgate.gates.budget import Budget
+from headgate.models.cifar_resnet import CifarResNet
+from tests.networks import NETWORKS, conv, example, head, pooled
+from tests.oracle import Net, decide_, difference, randn, randomize_
+
+X = (3, 8, 8)
+LOADER = [(randn(8, *X), torch.arange(8) % 5)]
+
+
+def resnet() -> nn.Module:
+    return CifarResNet(1, num_classes=5, width=8).eval()
+
+
+def gated_resnet(**options: Any) -> headgate.GatedModel:
+    return headgate.gate(resnet(), randn(2, *X), **options)
+
+
+# -------------------------------------------------------------------------------------------------------- the errors
+
+
+@pytest.mark.parametrize(
+    ("error", "parent"),
+    [
+        (headgate.HeadgateError, ValueError),
+        (headgate.ModelError, headgate.HeadgateError),
+        (headgate.TraceError, headgate.ModelError),
+        (headgate.NothingToGate, headgate.ModelError),
+        (headgate.TargetError, headgate.HeadgateError),
+        (headgate.NotDecided, headgate.HeadgateError),
+        (headgate.ShrinkMismatch, headgate.HeadgateError),
+        (headgate.NonFiniteLoss, headgate.HeadgateError),
+        (headgate.FileError, headgate.HeadgateError),
+    ],
+)
+def test_errors_are_a_tree_of_value_errors(error: type, parent: type) -> None:
+    assert error.__bases__ == (parent,)
+
+
+# --------------------------------------------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize(
+    ("model", "example_input", "says"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.ReLU()), randn(2, *X), "it has no layer with channels.*headgate inspect"),
+        (nn.Linear(4, 2), randn(2, 4), "is an output of the model"),
+        (nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)), randn(2, 4), r"`1` \(LayerNorm\) normalises"),
+        (nn.Identity(), randn(2, 4), "it has no layer with channels"),
+    ],
+)
+def test_a_model_without_gateable_layers(model: nn.Module, example_input: Tensor, says: str) -> None:
+    with pytest.raises(headgate.NothingToGate, match=f"no channel of this model can be gated.*{says}"):
+        headgate.gate(model, example_input)
+
+
+@pytest.mark.parametrize("model", [None, torch.ones(3), resnet().state_dict(), resnet, CifarResNet])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(headgate.ModelError, match=r"model is a .*pass an nn\.Module"):
+        headgate.gate(model, randn(2, *X))
+
+
+def test_a_lazy_model() -> None:
+    with pytest.raises(headgate.ModelError, match=r"`0\.weight` is not initialised yet.*run the model once"):
+        headgate.gate(nn.Sequential(nn.LazyConv2d(8, 3), nn.ReLU(), nn.LazyConv2d(4, 3)), randn(2, *X))
+
+
+def test_a_model_on_the_meta_device() -> None:
+    with pytest.raises(headgate.ModelError, match="`conv1.weight` is on the meta device and has no values: build the model"):
+        headgate.gate(resnet().to("meta"), torch.empty(2, *X, device="meta"))
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = resnet()
+    model.generator = (number for number in range(3))
+    with pytest.raises(headgate.ModelError, match="can't be copied.*generator"):
+        headgate.gate(model, randn(2, *X))
+
+
+def branch_on_data(n: Any, x: Tensor) -> Tensor:
+    x = F.relu(n.a(x))
+    if x.sum() > 0:
+        x = x * 2
+    return pooled(n, n.b(x))
+
+
+CONTROL_FLOW: dict[str, Any] = {
+    "if": branch_on_data,
+    "item": lambda n, x: pooled(n, n.b(n.a(x) * x.max().item())),
+    "a mask": lambda n, x: n.head(F.relu(n.b(n.a(x)))[x.mean((1, 2, 3)) > 0].mean((2, 3))),
+    "nonzero": lambda n, x: pooled(n, n.b(n.a(x)) + len(x.nonzero())),
+    "while": lambda n, x: pooled(n, n.b(n.a(x) if float(x.norm()) < 1 else n.a(x / 2))),
+}
+
+
+@pytest.mark.parametrize("kind", CONTROL_FLOW)
+def test_control_flow_on_data(kind: str) -> None:
+    model = Net(CONTROL_FLOW[kind], a=conv(3, 8), b=conv(8, 6), head=head(6))
+    with pytest.raises(headgate.TraceError, match=r"test_bad_input\.py:\d+.*submodules without control flow one by one"):
+        headgate.gate(model, randn(2, *X))
+
+
+def test_control_flow_inside_a_module_names_it() -> None:
+    inner = Net(branch_on_data, a=conv(3, 8), b=conv(8, 6), head=head(6))
+    with pytest.raises(headgate.TraceError, match=r"`inner`"):
+        headgate.gate(Net(lambda n, x: n.inner(x), inner=inner), randn(2, *X))
+
+
+def test_control_flow_on_shapes_and_settings_is_fine() -> None:
+    model = Net(
+        lambda n, x: pooled(n, n.b(F.relu(n.a(x)) if x.shape[-1] > 4 and not n.training else n.a(x))),
+        a=conv(3, 8), b=conv(8, 6), head=head(6),
+    )  # fmt: skip
+    assert set(headgate.gate(model, randn(2, *X)).gate_probabilities()) == {"a", "b"}
+
+
+def test_one_module_used_twice_and_one_parameter_used_twice() -> None:
+    """Double use is no mistake: tied or frozen, never wrong (see the table of networks for the proof)."""
+    for name in ("one module used twice", "one norm used twice"):
+        case = NETWORKS[name]
+        gated = decide_(headgate.gate(randomize_(case.make().eval()), example(case), target=1.0), 0.5, 0)
+        assert difference(gated(*example(case)), gated.shrink()(*example(case))) < 1e-4
+    case = NETWORKS["one parameter in two modules"]
+    with pytest.raises(headgate.NothingToGate, match="`a` shares a parameter with `b`"):
+        headgate.gate(case.make(), example(case))
+
+
+@pytest.mark.parametrize("stream", ["shared", "indexed"])
+def test_a_model_in_half_precision_is_gated_trained_and_shrunk(stream: str) -> None:
+    model = randomize_(resnet()).half()
+    x = randn(2, *X).half()
+    gated = headgate.gate(model, x, target=0.6, stream=stream, budget=Budget.paper(0.6)).train()  # type: ignore[arg-type]
+    (gated(x).float().square().mean() + gated.cost_loss()).backward()
+    assert gated.gates.logits.dtype == torch.float32 and gated.gates.logits.grad.isfinite().all()
+    assert gated(x).dtype == torch.float16
+    gated.project().eval()
+    small = gated.shrink()
+    assert small(x).dtype == torch.float16 and all(p.dtype == torch.float16 for p in small.parameters())
+    assert difference(gated(x), small(x)) < 2e-2
+    assert gated.macs() <= 0.6 * gated.dense_macs
+
+
+def test_a_model_in_double_precision_stays_exact() -> None:
+    model = randomize_(resnet()).double()
+    gated = decide_(headgate.gate(model, randn(2, *X).double(), target=1.0), 0.5, 0)
+    assert difference(gated(randn(3, *X).double()), gated.shrink()(randn(3, *X).double())) < 1e-12
+
+
+# ------------------------------------------------------------------------------------------------- the example input
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (randn(2, 4, 8, 8), headgate.TraceError, r"rejects the example input of shape \(2, 4, 8, 8\).*Pass an example_input"),
+        (randn(2, 3), headgate.TraceError, r"rejects the example input of shape \(2, 3\)"),
+        (torch.ones(2, *X, dtype=torch.int64), headgate.TraceError, "rejects the example input"),
+        (torch.zeros(0, *X), headgate.ModelError, "empty batch: pass at least one image"),
+        (torch.tensor(1.0), headgate.ModelError, "no tensor with a batch dimension: pass e.g. torch.randn"),
+        (None, headgate.ModelError, "no tensor with a batch dimension"),
+        ((), headgate.ModelError, "no tensor with a batch dimension"),
+        ((2, 3, 8, 8), headgate.ModelError, "no tensor with a batch dimension"),
+        ((randn(2, *X), randn(2, 4)), headgate.TraceError, "rejects the example input"),
+        ({"image": randn(2, *X)}, headgate.TraceError, "rejects the example input"),
+        (randn(2, *X).numpy(), headgate.ModelError, "no tensor with a batch dimension"),
+    ],
+)
+def test_an_example_the_model_rejects(given: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        headgate.gate(resnet(), given)
+
+
+def test_the_users_own_error_is_shown() -> None:
+    def fails(n: Any, x: Tensor) -> Tensor:
+        raise KeyError("my own mistake")
+
+    with pytest.raises(headgate.TraceError, match="KeyError: 'my own mistake'"):
+        headgate.gate(Net(fails, a=conv(3, 8)), randn(2, *X))
+
+
+# --------------------------------------------------------------------------------------------------------- the target
+
+
+@pytest.mark.parametrize("target", [0, 0.0, -0.5, 2, 1.01, math.nan, math.inf, "0M", "0", "9T"])
+def test_a_target_that_is_no_share(target: Any) -> None:
+    with pytest.raises(headgate.TargetError, match="above 0 and at most 1, a share of the whole network's MACs"):
+        gated_resnet(target=target)
+
+
+@pytest.mark.parametrize("target", ["60X", "", "M", "-5M", "half", "1e6", "50%", "60 MB"])
+def test_a_target_that_cannot_be_read(target: str) -> None:
+    with pytest.raises(headgate.TargetError, match='is no number of MACs: write "60M"'):
+        gated_resnet(target=target)
+
+
+@pytest.mark.parametrize("target", [None, [0.5], {"macs": 1}])
+def test_a_target_of_another_type(target: Any) -> None:
+    with pytest.raises((headgate.TargetError, TypeError)):
+        gated_resnet(target=target)
+
+
+@pytest.mark.parametrize(("target", "share"), [("100K", 1e5), ("0.1M", 1e5), ("100000", 1e5), (" 100 k ", 1e5), (".0001G", 1e5)])
+def test_targets_with_units(target: str, share: float) -> None:
+    gated = gated_resnet(target=target)
+    assert gated.target == pytest.approx(share / gated.dense_macs)
+    assert gated.project().eval().macs() <= share
+
+
+@pytest.mark.parametrize("options", [{"target": 1e-4}, {"target": "100"}, {"target": 0.3, "frozen": ["layer2", "layer3"]}])
+def test_a_target_below_what_can_be_reached(options: dict[str, Any]) -> None:
+    with pytest.raises(headgate.TargetError, match=r"can't be reached.*of the MACs are left.*Choose a higher target, or freeze less"):
+        gated_resnet(**options)
+
+
+def test_a_target_lowered_later_below_what_can_be_reached() -> None:
+    gated = gated_resnet(target=0.5)
+    gated.target = 1e-4
+    with pytest.raises(headgate.TargetError, match="can't be reached"):
+        gated.project()
+
+
+# ------------------------------------------------------------------------------------------------------- the settings
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"frozen": ["layer1.0.conv"]}, headgate.ModelError, r"`layer1\.0\.conv`.*no such module: did you mean 'layer1\.0\.conv"),
+        ({"frozen": ["backbone"]}, headgate.ModelError, "`backbone`, but the model has no such module"),
+        ({"frozen": [""]}, headgate.ModelError, "no such module"),
+        ({"frozen": "conv1"}, headgate.HeadgateError, r"is one string: pass a list of module names, frozen=\['conv1'\]"),
+        ({"frozen": [nn.ReLU()]}, headgate.HeadgateError, "frozen"),
+        ({"frozen": 3}, headgate.HeadgateError, "frozen"),
+        ({"granularity": 0}, headgate.HeadgateError, "granularity=0.*or a number of channels such as 8"),
+        ({"granularity": -4}, headgate.HeadgateError, "granularity=-4"),
+        ({"granularity": 2.5}, headgate.HeadgateError, "granularity=2.5"),
+        ({"granularity": True}, headgate.HeadgateError, "granularity=True"),
+        ({"granularity": "block"}, headgate.HeadgateError, "granularity='block'"),
+        ({"granularity": ("channel", 8)}, headgate.HeadgateError, "granularity="),
+        ({"granularity": None}, headgate.HeadgateError, "granularity=None"),
+        ({"stream": "both"}, headgate.HeadgateError, "stream='both': use \"shared\""),
+        ({"loss": "flops"}, headgate.HeadgateError, "loss='flops' is unknown: use one of macs, activation, per_gate"),
+        ({"kind": "dynamic"}, headgate.HeadgateError, "kind='dynamic'"),
+        ({"temperature": 0}, headgate.HeadgateError, "temperature=0"),
+        ({"backward": "p"}, headgate.HeadgateError, "backward='p'"),
+        ({"initial_probability": 1}, headgate.HeadgateError, "initial_probability=1"),
+    ],
+)
+def test_wrong_settings(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        gated_resnet(**options)
+
+
+# ------------------------------------------------------------------------------------------------------ probabilities
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"nowhere": torch.ones(8)}, "there is no mask `nowhere`: names are those of gate_probabilities"),
+        ({"conv1": torch.ones(7)}, r"mask `conv1` has 8 gates, got probabilities of shape \(7,\)"),
+        ({"conv1": torch.ones(8, 1)}, r"mask `conv1` has 8 gates"),
+        ({"conv1": 0.5}, r"mask `conv1` has 8 gates, got probabilities of shape \(\)"),
+        ({"conv1": torch.full((8,), 1.5)}, "mask `conv1`: probabilities lie between 0 and 1"),
+        ({"conv1": torch.full((8,), math.nan)}, "mask `conv1`: probabilities lie between 0 and 1 and are no NaN"),
+    ],
+)
+def test_wrong_probabilities_change_nothing(given: dict[str, Any], says: str) -> None:
+    gated = gated_resnet()
+    before = gated.gates.logits.detach().clone()
+    with pytest.raises(headgate.HeadgateError, match=says):
+        gated.set_gate_probabilities({"layer1.0.conv1": torch.zeros(8), **given})
+    assert torch.equal(before, gated.gates.logits)
+
+
+# ------------------------------------------------------------------------------------------------- too early, too late
+
+
+def test_shrink_before_training() -> None:
+    with pytest.raises(headgate.NotDecided, match=r"no gate is closed.*train the gates, then calibrate"):
+        gated_resnet().eval().shrink()
+
+
+@pytest.mark.parametrize("name", ["sample", "ensemble"])
+def test_shrink_under_a_strategy_that_decides_nothing(name: str) -> None:
+    with pytest.raises(headgate.NotDecided, match=f'strategy "{name}" decides nothing: choose "threshold" or "calibrated"'):
+        gated_resnet().eval().strategy(name).shrink()
+
+
+@pytest.mark.parametrize("question", ["cost_loss", "activation_rates", "macs"])
+def test_questions_about_a_pass_that_never_was(question: str) -> None:
+    with pytest.raises(headgate.NotDecided, match="there was none: call the model first"):
+        getattr(gated_resnet().train(), question)()
+
+
+def test_always_on_shrinks_to_the_dense_network() -> None:
+    gated = gated_resnet().eval().strategy("always_on")
+    assert torch.equal(gated(randn(2, *X)), gated.shrink()(randn(2, *X)))
+
+
+# --------------------------------------------------------------------------------------------------------------- NaN
+
+
+@pytest.mark.parametrize("loss", ["macs", "activation", "per_gate"])
+def test_a_nan_in_the_loss_stops_at_the_next_step(loss: str) -> None:
+    gated = gated_resnet(loss=loss).train()
+    optimizer = torch.optim.SGD(gated.param_groups(lr=0.1))
+    task = gated(randn(2, *X) * math.nan).mean()
+    (task + gated.cost_loss()).backward()
+    optimizer.step()
+    gated(randn(2, *X))
+    with pytest.raises(headgate.NonFiniteLoss, match="NaN.*[Ll]ower the learning rate"):
+        gated.cost_loss()
+
+
+@pytest.mark.parametrize("question", ["project", "shrink", "polarised"])
+def test_nan_logits_are_never_decided_on(question: str) -> None:
+    gated = gated_resnet().eval()
+    with torch.no_grad():
+        gated.gates.logits[3] = math.nan
+    with pytest.raises(headgate.NonFiniteLoss, match="probability is NaN.*checkpoint"):
+        getattr(gated, question)()
+    with pytest.raises(headgate.NonFiniteLoss):
+        gated(randn(2, *X))
+
+
+def test_infinite_logits_are_sure_gates() -> None:
+    gated = gated_resnet(budget=Budget.paper(0.5)).train()
+    with torch.no_grad():
+        gated.gates.logits[::2], gated.gates.logits[1::2] = math.inf, -math.inf
+    gated(randn(4, *X))
+    assert gated.cost_loss().isfinite()
+    gated.cost_loss().backward()
+    assert gated.gates.logits.grad.isfinite().all()
+
+
+def test_weights_that_are_nan_do_not_shrink_silently() -> None:
+    """NaN equals NaN for the check, so the network is shrunk; a NaN that only one side has is a mismatch."""
+    gated = decide_(gated_resnet(target=1.0), 0.5, 0)
+    with torch.no_grad():
+        gated.model.linear.weight[0] = math.nan
+    small = gated.shrink()
+    assert small(randn(2, *X))[:, 0].isnan().all() and small(randn(2, *X))[:, 1:].isfinite().all()
+
+
+# --------------------------------------------------------------------------------------------------------- the loader
+
+
+@pytest.mark.parametrize("loader", [[], iter([])])
+def test_an_empty_loader(loader: Any) -> None:
+    with pytest.raises(headgate.HeadgateError, match="the loader is empty: calibrate needs at least one batch"):
+        gated_resnet().calibrate(loader)
+    with pytest.raises(headgate.HeadgateError, match="the loader is empty"):
+        gated_resnet().sweep_tau(loader)
+
+
+@pytest.mark.parametrize("batches", [0, -1])
+def test_no_batches(batches: int) -> None:
+    with pytest.raises(headgate.HeadgateError, match=f"batches={batches}"):
+        gated_resnet().calibrate(LOADER, batches=batches)
