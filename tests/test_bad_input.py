@@ -99,7 +99,6 @@ def branch_on_data(n: Any, x: Tensor) -> Tensor:
 CONTROL_FLOW: dict[str, Any] = {
     "if": branch_on_data,
     "item": lambda n, x: pooled(n, n.b(n.a(x) * x.max().item())),
-    "a mask": lambda n, x: n.head(F.relu(n.b(n.a(x)))[x.mean((1, 2, 3)) > 0].mean((2, 3))),
     "nonzero": lambda n, x: pooled(n, n.b(n.a(x)) + len(x.nonzero())),
     "while": lambda n, x: pooled(n, n.b(n.a(x) if float(x.norm()) < 1 else n.a(x / 2))),
 }
@@ -110,6 +109,15 @@ def test_control_flow_on_data(kind: str) -> None:
     model = Net(CONTROL_FLOW[kind], a=conv(3, 8), b=conv(8, 6), head=head(6))
     with pytest.raises(headgate.TraceError, match=r"test_bad_input\.py:\d+.*submodules without control flow one by one"):
         headgate.gate(model, randn(2, *X))
+
+
+def test_an_index_that_depends_on_data_freezes_what_it_touches() -> None:
+    model = Net(
+        lambda n, x: n.head(F.relu(n.b(F.relu(n.a(x))))[x.mean((1, 2, 3)) > -9].mean((2, 3))), a=conv(3, 8), b=conv(8, 6), head=head(6)
+    )
+    gated = headgate.gate(randomize_(model.eval()), randn(2, *X), target=1.0)
+    assert set(gated.gate_probabilities()) == {"a"} and "aten.index.Tensor" in gated.graph.frozen["b"]
+    assert difference(decide_(gated, 0.5, 0)(randn(3, *X)), gated.shrink()(randn(3, *X))) < 1e-4
 
 
 def test_control_flow_inside_a_module_names_it() -> None:

@@ -65,7 +65,7 @@ class TauPoint:
 class GatedModel(nn.Module):
     """A network whose channels are multiplied by 0/1 gates: sampled in train mode, decided in eval mode.
 
-    Made by `headgate.gate`. Call it like the model it was made from.
+    Made by `headgate.gate`, in train mode. Call it like the model it was made from.
     """
 
     def __init__(
@@ -282,8 +282,9 @@ class GatedModel(nn.Module):
         """Decide within the target, then re-estimate BatchNorm under these decisions; no weight changes."""
         if 0 < self.budget.step < self.budget.ramp_steps:
             warnings.warn(
-                f"training stopped at step {self.budget.step} of a ramp of {self.budget.ramp_steps}: the gates were not yet "
-                f"asked for the whole target. Pass budget=headgate.Budget({self.target:g}, ramp_steps=half of your steps)",
+                f"training stopped at step {self.budget.step} of a ramp of {self.budget.ramp_steps}: the gates were "
+                "not yet asked for the whole target. "
+                f"Pass budget=headgate.Budget({self.target:g}, ramp_steps=half of your steps)",
                 stacklevel=2,
             )
         self.project(round_to)
@@ -417,7 +418,6 @@ def gate(
         stripped_copy(model, to_meta=False), graph, example_input, share, loss, budget, gates.to(device), rates
     )
     gated.frozen_names = tuple(settings.frozen)
-    gated.model.train(model.training)
     graph.book.modules = dict(gated.model.named_modules())  # the copy's: the user's model is not kept alive
     floor = gated.cost.decided_macs(least_decisions(graph, np.full(graph.gate_count, 0.5)))
     if floor > share * graph.dense_macs:

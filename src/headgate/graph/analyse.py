@@ -36,12 +36,15 @@ from headgate.graph.grouping import (
 )  # fmt: skip
 from headgate.graph.labels import Labels
 from headgate.graph.layer_rules import rule_for, trace_model
+from headgate.graph.library_rules import adopt_library_rules
 from headgate.graph.propagate import Book, StreamCuts, follow, walk
 from headgate.graph.rehearse import Failure, rehearse
 from headgate.graph.trace import Call, Trace
 
 StreamForm = Literal["shared", "indexed"]
 Frozen = list[tuple[Labels, str]]
+REMOVAL_TRIALS = 16
+"""How many rehearsals may be spent on finding branches that can't be removed."""
 OUTPUT_REASON = "is an output of the model"
 
 
@@ -71,6 +74,7 @@ DEFAULT_SETTINGS = Settings()
 def analyse(model: nn.Module, example_input: Any, settings: Settings = DEFAULT_SETTINGS) -> ChannelGraph:
     """The channel graph of a model, which is not changed. Every graph returned has passed its rehearsal."""
     check_model(model)
+    adopt_library_rules()
     recorded = trace_model(model, example_input)
     modules = dict(model.named_modules())
     frozen_names = check_frozen_names(settings.frozen, modules)
@@ -231,7 +235,11 @@ def _removable(
     ]
     whole = replace(settings, granularity="layer")
 
+    trials = iter(range(REMOVAL_TRIALS))
+
     def works(some: list[Branch]) -> bool:
+        if next(trials, None) is None:
+            return False  # too many exceptions: what was not shown to work stays
         graph = assemble(book, frozen, frozenset(), some, whole)
         return rehearse(model, example_input, graph, np.zeros(len(some), bool), tuple(range(len(some)))) is None
 

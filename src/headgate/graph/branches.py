@@ -165,6 +165,9 @@ def replacements(branch: Branch, trace: Trace, modules: dict[str, nn.Module]) ->
     container = _container(branch, trace)
     if container is not None:
         return {container: {"kind": "zeros"}}
+    last = trace.spans_of[branch.mask_at][0]
+    if len(last.inputs) != 1 or not _same_pixels(last.inputs[0], branch.mask_value):
+        return None
     if not all(_harmless(trace.calls[index]) for index in branch.calls):
         return None
     result: dict[str, dict[str, object]] = {}
@@ -182,9 +185,8 @@ def replacements(branch: Branch, trace: Trace, modules: dict[str, nn.Module]) ->
 def _container(branch: Branch, trace: Trace) -> str | None:
     """The module that is the whole branch: it takes the branch's entry and gives what is masked."""
     start = min(branch.calls)
-    taken, given = branch.entries[0].shape, branch.mask_value.shape
-    if len(taken) != len(given) or sum(a != b for a, b in zip(taken, given, strict=True)) > 1:
-        return None  # other pixels: zeros could not take their number from the input
+    if not _same_pixels(branch.entries[0], branch.mask_value):
+        return None
     for span in trace.spans_reading(branch.entries[0]):
         if span.name and span.first <= start and [value.index for value in span.outputs] == [branch.mask_value.index]:
             return (
@@ -193,6 +195,13 @@ def _container(branch: Branch, trace: Trace) -> str | None:
                 else None
             )
     return None
+
+
+def _same_pixels(taken: Value, given: Value) -> bool:
+    """Whether zeros that replace a module could take their shape from its input: at most the channels differ."""
+    if len(taken.shape) != len(given.shape):
+        return False
+    return sum(a != b for a, b in zip(taken.shape, given.shape, strict=True)) <= 1
 
 
 def _harmless(call: Call) -> bool:

@@ -118,6 +118,26 @@ def _labels_for_constant(
     return along(atoms, varying[0], len(shape))
 
 
+BATCH_NORM_OPS = (
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_with_update "
+    "_batch_norm_no_update cudnn_batch_norm miopen_batch_norm"
+)
+
+
+@_register(BATCH_NORM_OPS.split())
+def batch_norm(call: Call, book: ChannelBook) -> list[MaybeLabels]:
+    """Each channel (dimension 1) by itself; parameters and statistics with one entry a channel are tied to it."""
+    labels = book.labels_of(call.inputs[0])
+    if labels is None:
+        return [None] * len(call.outputs)
+    if varying_axes(labels) != [1] or any(value.parameter is None for value in call.inputs[1:]):
+        return unknown(call, book)
+    for value in call.inputs[1:]:
+        book.tie(labels.reshape(-1), book.fresh(("parameter", value.parameter, 0), labels.size))
+    statistics = labels.reshape(-1)
+    return [labels, *(statistics if value.shape == statistics.shape else None for value in call.outputs[1:])]
+
+
 # ------------------------------------------------------------------------------------- pooling and reductions
 
 PIXEL_OPS = (

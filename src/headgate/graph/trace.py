@@ -46,6 +46,7 @@ class Value:
     index: int
     shape: tuple[int, ...]
     parameter: str | None = None
+    """Name of the parameter or buffer that this is, if it is one."""
     from_input: bool = False
 
 
@@ -250,7 +251,8 @@ class Recorder(TorchDispatchMode):
         self._stack: list[ModuleSpan] = []
         self._in_layer = 0
         self._value_count = 0
-        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        named = chain(model.named_parameters(), model.named_buffers())
+        self._parameters = {id(tensor): name for name, tensor in named}
         for name, module in model.named_modules():
             layer = is_layer(module)
             module.register_forward_pre_hook(self._enter(name, layer), with_kwargs=True, prepend=False)

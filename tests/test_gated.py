@@ -1,0 +1,225 @@
+"""The public contract of a gated model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import headgate
+from headgate.gates.budget import Budget
+from headgate.models.cifar_resnet import CifarResNet
+from tests.networks import NETWORKS, conv, example, head
+from tests.oracle import Net, decide_, difference, independent_macs, randn, randomize_, same
+
+X = (3, 8, 8)
+
+
+def resnet() -> nn.Module:
+    torch.manual_seed(0)
+    return randomize_(CifarResNet(1, num_classes=5, width=8).eval())
+
+
+def gated_resnet(**options: Any) -> headgate.GatedModel:
+    return headgate.gate(resnet(), randn(2, *X), **options)
+
+
+def test_the_fixed_names_have_the_fixed_signatures() -> None:
+    gate = inspect.signature(headgate.gate).parameters
+    assert list(gate)[:2] == ["model", "example_input"]
+    defaults = {name: gate[name].default for name in ("kind", "granularity", "target", "frozen")}
+    assert defaults == {"kind": "static", "granularity": "channel", "target": 0.5, "frozen": ()}
+    assert all(gate[name].kind is inspect.Parameter.KEYWORD_ONLY for name in defaults)
+    for name in (
+        "cost_loss", "param_groups", "macs", "dense_macs", "gate_probabilities", "set_gate_probabilities", "gate_parameters",
+        "strategy", "calibrate", "shrink",
+    ):  # fmt: skip
+        assert hasattr(headgate.GatedModel, name), name
+    assert set(headgate.__all__) <= set(dir(headgate))
+
+
+def test_the_ten_lines_of_the_readme() -> None:
+    """Gate, train, calibrate, shrink: the shrunk network meets the target and still answers what was learnt."""
+    torch.manual_seed(0)
+    x, y = randn(64, *X), torch.arange(64) % 5
+    x += F.one_hot(y, 5).repeat(1, 39)[:, :192].reshape(64, *X)
+    model = CifarResNet(1, num_classes=5, width=8)
+    gated = headgate.gate(model, x[:2], target=0.5, budget=Budget(0.5, ramp_steps=20))
+    optimizer = torch.optim.SGD(gated.param_groups(lr=0.05, weight_decay=1e-4), momentum=0.9)
+    for _ in range(60):
+        loss = F.cross_entropy(gated(x), y) + gated.cost_loss()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gated.calibrate([(x, y)], batches=2)
+    small = gated.shrink()
+    assert independent_macs(small, x[:1]) <= 0.5 * gated.dense_macs
+    assert float((small(x).argmax(1) == y).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_gated_model_is_in_the_mode_of_its_model(training: bool) -> None:
+    gated = headgate.gate(resnet().train(training), randn(2, *X))
+    assert {module.training for module in gated.modules()} == {training}
+
+
+def test_gates_are_sampled_in_training_and_decided_in_use() -> None:
+    gated = gated_resnet(initial_probability=0.6).train()
+    gated(randn(8, *X))
+    assert gated._last.gates_BG.shape == (8, gated.graph.gate_count)
+    assert 0 < float(gated._last.gates_BG.detach().mean()) < 1
+    gated.eval()
+    assert torch.equal(gated(randn(8, *X)), gated(randn(8, *X)))
+    assert (gated._last.gates_BG == 1).all(), "0.6 is above tau"
+
+
+def test_a_gated_model_has_all_parameters_and_those_of_the_gates() -> None:
+    gated = gated_resnet()
+    assert sum(p.numel() for p in gated.gate_parameters()) == gated.graph.gate_count
+    own = {id(p) for p in gated.gate_parameters()}
+    body = [p for p in gated.parameters() if id(p) not in own]
+    assert [p.shape for p in body] == [p.shape for p in resnet().parameters()]
+
+
+def test_probabilities_go_out_and_in_by_name() -> None:
+    gated = gated_resnet()
+    before = gated.gate_probabilities()
+    assert all(torch.allclose(p, torch.tensor(0.95)) for p in before.values())
+    gated.set_gate_probabilities({"conv1": torch.linspace(0.1, 0.9, 8)})
+    after = gated.gate_probabilities()
+    torch.testing.assert_close(after.pop("conv1"), torch.linspace(0.1, 0.9, 8))
+    assert all(torch.equal(before[name], p) for name, p in after.items()), "masks that are not named keep theirs"
+    after["layer1.0.conv1"].zero_()
+    assert gated.gate_probabilities()["layer1.0.conv1"].min() > 0.9, "what is given out is a copy"
+
+
+def test_macs_tell_of_the_last_pass() -> None:
+    gated = gated_resnet().eval()
+    assert gated.macs() == gated.dense_macs == independent_macs(resnet(), randn(1, *X)) == headgate.count_macs(resnet(), randn(2, *X))
+    decide_(gated, 0.5, 0)
+    will = gated.macs()
+    gated(randn(3, *X))
+    assert gated.macs() == will < gated.dense_macs
+    gated.train()(randn(16, *X))
+    sampled = gated.macs()
+    assert sampled == pytest.approx(float(gated.cost.macs_B(gated._last).detach().mean()) * gated.dense_macs)
+
+
+def test_polarised_is_the_share_of_sure_gates() -> None:
+    gated = headgate.gate(NETWORKS["BatchNorm"].make(), randn(2, *X), target=1.0)
+    gated.set_gate_probabilities({"a": torch.tensor([0.01, 0.04, 0.06, 0.5, 0.5, 0.94, 0.96, 0.99]), "b": torch.full((6,), 0.5)})
+    assert gated.polarised() == pytest.approx(4 / 14)
+
+
+def test_inputs_of_many_forms() -> None:
+    model = Net(
+        lambda n, image, extra=None, *, scale=1.0: n.head(F.relu(n.a(image)).mean((2, 3)) * scale + (0 if extra is None else n.b(extra))),
+        a=conv(3, 8), b=nn.Linear(4, 8), head=head(8),
+    ).eval()  # fmt: skip
+    image, extra = randn(2, *X), randn(2, 4)
+    for given in (image, (image, extra), {"image": image, "extra": extra, "scale": 2.0}, [image]):
+        gated = decide_(headgate.gate(model, given, target=1.0), 0.5, 0)
+        args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, (tuple, list)) else (given,), {})
+        assert difference(gated(*args, **kwargs), gated.shrink()(*args, **kwargs)) < 1e-4
+
+
+def test_gradients_accumulate() -> None:
+    gated = headgate.gate(resnet(), randn(2, *X), budget=Budget.paper(0.5)).train()
+    for _ in range(2):
+        (gated(randn(4, *X)).square().mean() + gated.cost_loss()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in gated.parameters())
+
+
+def test_a_pass_without_gradients_works() -> None:
+    gated = gated_resnet().train()
+    with torch.no_grad():
+        gated(randn(2, *X))
+        assert not gated.cost_loss().requires_grad
+    with torch.inference_mode():
+        gated.eval()(randn(2, *X))
+
+
+def test_frozen_weights_stay_out_of_the_optimizer() -> None:
+    model = resnet()
+    for parameter in model.layer1.parameters():
+        parameter.requires_grad_(False)
+    gated = headgate.gate(model, randn(2, *X), target=1.0)
+    weights, gates = gated.param_groups(lr=0.1)
+    assert all(p.requires_grad for p in (*weights["params"], *gates["params"]))
+    small = decide_(gated, 0.5, 0).shrink()
+    assert not any(p.requires_grad for p in small.layer1.parameters())
+
+
+def test_an_error_in_a_pass_leaves_the_model_usable() -> None:
+    gated = gated_resnet().eval()
+    with pytest.raises(RuntimeError):
+        gated(randn(2, 4, 8, 8))
+    assert gated._board.draw is None
+    gated(randn(2, *X))
+
+
+def test_a_copy_is_independent() -> None:
+    gated = gated_resnet().eval()
+    twin = copy.deepcopy(gated)
+    twin.set_gate_probabilities({name: torch.zeros_like(p) for name, p in twin.gate_probabilities().items()})
+    assert torch.equal(gated(randn(2, *X)), resnet()(randn(2, *X)))
+    assert not torch.equal(twin(randn(2, *X)), gated(randn(2, *X)))
+    assert twin.macs() < gated.macs() == gated.dense_macs
+
+
+def test_an_image_larger_than_the_example_is_computed_alike() -> None:
+    gated = decide_(gated_resnet(target=1.0), 0.5, 0)
+    x = randn(2, 3, 16, 16)
+    assert difference(gated(x), gated.shrink()(x)) < 1e-4
+
+
+def test_the_text_says_gates_target_and_cost() -> None:
+    text = repr(gated_resnet(stream="indexed"))
+    assert "gates in" in text and "target=0.5 of" in text and "stream='indexed'" in text
+
+
+def test_the_model_can_be_a_submodule_of_the_users_own() -> None:
+    """Gate a part, keep the rest: the usual way out where the whole has control flow on data."""
+
+    class Whole(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part = part
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.part(x) if float(x.sum()) < 1e9 else x
+
+    whole = Whole(decide_(gated_resnet(target=1.0), 0.5, 0))
+    expected = whole(randn(2, *X))
+    whole.part = whole.part.shrink()
+    assert difference(expected, whole(randn(2, *X))) < 1e-4
+
+
+def test_shrinking_twice_gives_the_same() -> None:
+    gated = decide_(gated_resnet(target=1.0), 0.5, 0)
+    assert same(gated.shrink()(randn(2, *X)), gated.shrink()(randn(2, *X)))
+
+
+def test_shrinking_in_training_mode_gives_the_network_of_use() -> None:
+    gated = decide_(gated_resnet(target=1.0), 0.5, 0)
+    expected = gated(randn(2, *X))
+    small = gated.train().shrink()
+    assert gated.training and difference(expected, small(randn(2, *X))) < 1e-4
+
+
+def test_a_shrunk_network_is_pickled_like_any_other_module() -> None:
+    small = decide_(headgate.gate(CifarResNet(1, width=8).eval(), randn(2, *X), target=1.0, stream="indexed"), 0.5, 0).shrink()
+    assert same(small(randn(2, *X)), pickle.loads(pickle.dumps(small))(randn(2, *X)))
+    assert same(small(randn(2, *X)), copy.deepcopy(small)(randn(2, *X)))
+
+
+def test_inspect_needs_no_gates() -> None:
+    case = NETWORKS["one parameter in two modules"]
+    graph = headgate.inspect(case.make(), example(case))
+    assert graph.masks == () and graph.dense_macs == headgate.count_macs(case.make(), example(case))
