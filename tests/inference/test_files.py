@@ -176,10 +176,6 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert path.read_bytes() == before and [entry.name for entry in tmp_path.iterdir()] == ["f"]
 
 
-def test_the_same_network_gives_the_same_bytes(tmp_path: Path) -> None:
-    assert written(tmp_path / "f").read_bytes() == written(tmp_path / "g").read_bytes()
-
-
 def test_a_file_can_be_overwritten_while_its_tensors_are_in_use(tmp_path: Path) -> None:
     path = written(tmp_path / "f")
     found, _ = read(path)

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Reader
 
+SMALLEST_IMAGE = 256
+"""Pixels from which the quicker product with a mask pays."""
+
 # legend of axes: B images, G gates of the network, M masks, N branches, C channels of one tensor
 
 
@@ -114,7 +117,7 @@ class Channels(GateHook):
     def apply(self, x: Tensor) -> Tensor:
         """The tensor, times its channels' gates."""
         draw = self.board.draw
-        return x if draw is None else x * spread(self.mask_BC(draw), x, self.axis)
+        return x if draw is None else times(x, spread(self.mask_BC(draw), x, self.axis))
 
 
 def spread(mask_BC: Tensor, x: Tensor, axis: int) -> Tensor:
@@ -125,6 +128,31 @@ def spread(mask_BC: Tensor, x: Tensor, axis: int) -> Tensor:
     shape = [1] * x.dim()
     shape[0], shape[axis] = len(mask_BC), mask_BC.shape[1]
     return mask_BC.to(x.dtype).reshape(shape)
+
+
+class _Times(torch.autograd.Function):
+    """Images times a mask of their channels; backward, the mask's gradient needs no tensor of the images' size."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BCHW: Tensor, mask_BC11: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BCHW, mask_BC11)
+        return x_BCHW * mask_BC11
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x_BCHW, mask_BC11 = ctx.saved_tensors
+        rows = x_BCHW.shape[0] * x_BCHW.shape[1]
+        products = torch.bmm(gradients[0].reshape(rows, 1, -1), x_BCHW.reshape(rows, -1, 1))
+        return gradients[0] * mask_BC11, products.reshape(mask_BC11.shape)
+
+
+def times(x: Tensor, mask: Tensor) -> Tensor:
+    """`x * mask`, on a quicker way where there is one."""
+    quick = x.dim() == 4 and mask.shape[:2] == x.shape[:2] and mask.dtype == x.dtype == torch.float32
+    if not (quick and mask.requires_grad and x.shape[2] * x.shape[3] >= SMALLEST_IMAGE):
+        return x * mask
+    product: Tensor = _Times.apply(x, mask)
+    return product
 
 
 class MaskInput(Channels):
