@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.oracle import Net
 from torch import Tensor, nn
+
+from tests.oracle import Net
 
 IMAGE = (3, 8, 8)
 

@@ -57,7 +57,11 @@ def test_errors_are_a_tree_of_value_errors(error: type, parent: type) -> None:
     [
         (nn.Sequential(nn.Flatten(), nn.ReLU()), randn(2, *X), "it has no layer with channels.*headgate inspect"),
         (nn.Linear(4, 2), randn(2, 4), "is an output of the model"),
-        (nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)), randn(2, 4), r"`1` \(LayerNorm\) normalises"),
+        (
+            nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)),
+            randn(2, 4),
+            r"`1` \(LayerNorm\) normalises",
+        ),
         (nn.Identity(), randn(2, 4), "it has no layer with channels"),
     ],
 )
@@ -78,7 +82,9 @@ def test_a_lazy_model() -> None:
 
 
 def test_a_model_on_the_meta_device() -> None:
-    with pytest.raises(headgate.ModelError, match="`conv1.weight` is on the meta device and has no values: build the model"):
+    with pytest.raises(
+        headgate.ModelError, match="`conv1.weight` is on the meta device and has no values: build the model"
+    ):
         headgate.gate(resnet().to("meta"), torch.empty(2, *X, device="meta"))
 
 
@@ -107,13 +113,18 @@ CONTROL_FLOW: dict[str, Any] = {
 @pytest.mark.parametrize("kind", CONTROL_FLOW)
 def test_control_flow_on_data(kind: str) -> None:
     model = Net(CONTROL_FLOW[kind], a=conv(3, 8), b=conv(8, 6), head=head(6))
-    with pytest.raises(headgate.TraceError, match=r"test_bad_input\.py:\d+.*submodules without control flow one by one"):
+    with pytest.raises(
+        headgate.TraceError, match=r"test_bad_input\.py:\d+.*submodules without control flow one by one"
+    ):
         headgate.gate(model, randn(2, *X))
 
 
 def test_an_index_that_depends_on_data_freezes_what_it_touches() -> None:
     model = Net(
-        lambda n, x: n.head(F.relu(n.b(F.relu(n.a(x))))[x.mean((1, 2, 3)) > -9].mean((2, 3))), a=conv(3, 8), b=conv(8, 6), head=head(6)
+        lambda n, x: n.head(F.relu(n.b(F.relu(n.a(x))))[x.mean((1, 2, 3)) > -9].mean((2, 3))),
+        a=conv(3, 8),
+        b=conv(8, 6),
+        head=head(6),
     )
     gated = headgate.gate(randomize_(model.eval()), randn(2, *X), target=1.0)
     assert set(gated.gate_probabilities()) == {"a"} and "aten.index.Tensor" in gated.graph.frozen["b"]
@@ -172,7 +183,11 @@ def test_a_model_in_double_precision_stays_exact() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "says"),
     [
-        (randn(2, 4, 8, 8), headgate.TraceError, r"rejects the example input of shape \(2, 4, 8, 8\).*Pass an example_input"),
+        (
+            randn(2, 4, 8, 8),
+            headgate.TraceError,
+            r"rejects the example input of shape \(2, 4, 8, 8\).*Pass an example_input",
+        ),
         (randn(2, 3), headgate.TraceError, r"rejects the example input of shape \(2, 3\)"),
         (torch.ones(2, *X, dtype=torch.int64), headgate.TraceError, "rejects the example input"),
         (torch.zeros(0, *X), headgate.ModelError, "empty batch: pass at least one image"),
@@ -219,16 +234,22 @@ def test_a_target_of_another_type(target: Any) -> None:
         gated_resnet(target=target)
 
 
-@pytest.mark.parametrize(("target", "share"), [("100K", 1e5), ("0.1M", 1e5), ("100000", 1e5), (" 100 k ", 1e5), (".0001G", 1e5)])
+@pytest.mark.parametrize(
+    ("target", "share"), [("100K", 1e5), ("0.1M", 1e5), ("100000", 1e5), (" 100 k ", 1e5), (".0001G", 1e5)]
+)
 def test_targets_with_units(target: str, share: float) -> None:
     gated = gated_resnet(target=target)
     assert gated.target == pytest.approx(share / gated.dense_macs)
     assert gated.project().eval().macs() <= share
 
 
-@pytest.mark.parametrize("options", [{"target": 1e-4}, {"target": "100"}, {"target": 0.3, "frozen": ["layer2", "layer3"]}])
+@pytest.mark.parametrize(
+    "options", [{"target": 1e-4}, {"target": "100"}, {"target": 0.3, "frozen": ["layer2", "layer3"]}]
+)
 def test_a_target_below_what_can_be_reached(options: dict[str, Any]) -> None:
-    with pytest.raises(headgate.TargetError, match=r"can't be reached.*of the MACs are left.*Choose a higher target, or freeze less"):
+    with pytest.raises(
+        headgate.TargetError, match=r"can't be reached.*of the MACs are left.*Choose a higher target, or freeze less"
+    ):
         gated_resnet(**options)
 
 
@@ -245,10 +266,18 @@ def test_a_target_lowered_later_below_what_can_be_reached() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"frozen": ["layer1.0.conv"]}, headgate.ModelError, r"`layer1\.0\.conv`.*no such module: did you mean 'layer1\.0\.conv"),
+        (
+            {"frozen": ["layer1.0.conv"]},
+            headgate.ModelError,
+            r"`layer1\.0\.conv`.*no such module: did you mean 'layer1\.0\.conv",
+        ),
         ({"frozen": ["backbone"]}, headgate.ModelError, "`backbone`, but the model has no such module"),
         ({"frozen": [""]}, headgate.ModelError, "no such module"),
-        ({"frozen": "conv1"}, headgate.HeadgateError, r"is one string: pass a list of module names, frozen=\['conv1'\]"),
+        (
+            {"frozen": "conv1"},
+            headgate.HeadgateError,
+            r"is one string: pass a list of module names, frozen=\['conv1'\]",
+        ),
         ({"frozen": [nn.ReLU()]}, headgate.HeadgateError, "frozen"),
         ({"frozen": 3}, headgate.HeadgateError, "frozen"),
         ({"granularity": 0}, headgate.HeadgateError, "granularity=0.*or a number of channels such as 8"),
@@ -303,7 +332,9 @@ def test_shrink_before_training() -> None:
 
 @pytest.mark.parametrize("name", ["sample", "ensemble"])
 def test_shrink_under_a_strategy_that_decides_nothing(name: str) -> None:
-    with pytest.raises(headgate.NotDecided, match=f'strategy "{name}" decides nothing: choose "threshold" or "calibrated"'):
+    with pytest.raises(
+        headgate.NotDecided, match=f'strategy "{name}" decides nothing: choose "threshold" or "calibrated"'
+    ):
         gated_resnet().eval().strategy(name).shrink()
 
 

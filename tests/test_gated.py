@@ -101,7 +101,12 @@ def test_probabilities_go_out_and_in_by_name() -> None:
 
 def test_macs_tell_of_the_last_pass() -> None:
     gated = gated_resnet().eval()
-    assert gated.macs() == gated.dense_macs == independent_macs(resnet(), randn(1, *X)) == headgate.count_macs(resnet(), randn(2, *X))
+    assert (
+        gated.macs()
+        == gated.dense_macs
+        == independent_macs(resnet(), randn(1, *X))
+        == headgate.count_macs(resnet(), randn(2, *X))
+    )
     decide_(gated, 0.5, 0)
     will = gated.macs()
     gated(randn(3, *X))
@@ -113,7 +118,9 @@ def test_macs_tell_of_the_last_pass() -> None:
 
 def test_polarised_is_the_share_of_sure_gates() -> None:
     gated = headgate.gate(NETWORKS["BatchNorm"].make(), randn(2, *X), target=1.0)
-    gated.set_gate_probabilities({"a": torch.tensor([0.01, 0.04, 0.06, 0.5, 0.5, 0.94, 0.96, 0.99]), "b": torch.full((6,), 0.5)})
+    gated.set_gate_probabilities(
+        {"a": torch.tensor([0.01, 0.04, 0.06, 0.5, 0.5, 0.94, 0.96, 0.99]), "b": torch.full((6,), 0.5)}
+    )
     assert gated.polarised() == pytest.approx(4 / 14)
 
 
@@ -125,7 +132,9 @@ def test_inputs_of_many_forms() -> None:
     image, extra = randn(2, *X), randn(2, 4)
     for given in (image, (image, extra), {"image": image, "extra": extra, "scale": 2.0}, [image]):
         gated = decide_(headgate.gate(model, given, target=1.0), 0.5, 0)
-        args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, (tuple, list)) else (given,), {})
+        args, kwargs = (
+            ((), given) if isinstance(given, dict) else (given if isinstance(given, (tuple, list)) else (given,), {})
+        )
         assert difference(gated(*args, **kwargs), gated.shrink()(*args, **kwargs)) < 1e-4
 
 
@@ -214,7 +223,9 @@ def test_shrinking_in_training_mode_gives_the_network_of_use() -> None:
 
 
 def test_a_shrunk_network_is_pickled_like_any_other_module() -> None:
-    small = decide_(headgate.gate(CifarResNet(1, width=8).eval(), randn(2, *X), target=1.0, stream="indexed"), 0.5, 0).shrink()
+    small = decide_(
+        headgate.gate(CifarResNet(1, width=8).eval(), randn(2, *X), target=1.0, stream="indexed"), 0.5, 0
+    ).shrink()
     assert same(small(randn(2, *X)), pickle.loads(pickle.dumps(small))(randn(2, *X)))
     assert same(small(randn(2, *X)), copy.deepcopy(small)(randn(2, *X)))
 

@@ -374,6 +374,8 @@ class GatedModel(nn.Module):
 def _settings(granularity: Granularity, frozen: Sequence[str], stream: StreamForm) -> Settings:
     if isinstance(frozen, str):
         raise HeadgateError(f"frozen={frozen!r} is one string: pass a list of module names, frozen=[{frozen!r}]")
+    if not isinstance(frozen, Iterable) or not all(isinstance(name, str) for name in frozen):
+        raise HeadgateError(f'frozen={frozen!r}: pass a list of module names, such as frozen=["layer1", "fc"]')
     return Settings(granularity, tuple(frozen), stream)
 
 

@@ -22,16 +22,25 @@ from headgate.graph.plan import Plan, restructure
 from headgate.graph.relayout import dense_name
 from headgate.graph.trace import stripped_copy, tensors_in
 from headgate.inference.files import read, write
-from headgate.inference.shrink import PLAN_ATTRIBUTE, assign
+from headgate.inference.shrink import PLANS_ATTRIBUTE, assign
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a shrunk, gated or plain network to a safetensors file."""
     if isinstance(model, GatedModel):
         return _save_gated(model, path)
-    plan = getattr(model, PLAN_ATTRIBUTE, None) or Plan()
+    plans: tuple[Plan, ...] = getattr(model, PLANS_ATTRIBUTE, ())
     tensors, aliases = _without_aliases(model.state_dict())
-    write(path, tensors, {"kind": "network", "plan": plan.to_json(), "aliases": aliases, "class": type(model).__name__})
+    write(
+        path,
+        tensors,
+        {
+            "kind": "network",
+            "plans": [plan.to_json() for plan in plans],
+            "aliases": aliases,
+            "class": type(model).__name__,
+        },
+    )
 
 
 def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
@@ -42,17 +51,18 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     if description.get("kind") == "gated":
         return _load_gated(path, tensors, description, model)
     try:
-        plan = Plan.from_json(description["plan"])
-        small = restructure(stripped_copy(model, to_meta=True, attributes=False), plan)
+        plans = tuple(Plan.from_json(entry) for entry in description["plans"])
+        small = stripped_copy(model, to_meta=True, attributes=False)
+        for plan in plans:
+            restructure(small, plan)
     except (KeyError, TypeError, AttributeError, IndexError, FileError) as error:
         raise _other_model(path, description, model, str(error)) from error
     tensors |= {name: tensors[source] for name, source in description["aliases"].items()}
     wrong = _mismatch(small.state_dict(), tensors)
     if wrong:
         raise _other_model(path, description, model, wrong)
-    dense = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    assign(small, tensors, dense)
-    setattr(small, PLAN_ATTRIBUTE, plan)
+    assign(small, tensors, model)
+    setattr(small, PLANS_ATTRIBUTE, plans)
     return small.eval()
 
 

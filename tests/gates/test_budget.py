@@ -45,7 +45,9 @@ def test_the_papers_form_is_the_squared_distance_at_every_step(cost: float, targ
 
 
 def test_the_papers_form_leaves_the_gates_gradient_alone() -> None:
-    gated = headgate.gate(CASE.make(), example(CASE), target=0.5, budget=Budget.paper(0.5), backward="probability").train()
+    gated = headgate.gate(
+        CASE.make(), example(CASE), target=0.5, budget=Budget.paper(0.5), backward="probability"
+    ).train()
     gated(*example(CASE))
     q_B = gated.cost.macs_B(gated._last)
     gated.cost_loss().backward()
@@ -100,7 +102,10 @@ def test_a_restored_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     through_file = headgate.load(tmp_path / "gated.safetensors", CASE.make())
     assert isinstance(through_file, headgate.GatedModel)
     through_file.train()
-    assert straight.budget.step == 6 and straight.budget.state() == through_dict.budget.state() == through_file.budget.state()
+    assert (
+        straight.budget.step == 6
+        and straight.budget.state() == through_dict.budget.state() == through_file.budget.state()
+    )
     ends = [train_(gated, 3, seed=9) for gated in (straight, through_dict, through_file)]
     assert ends[0] == ends[1] == ends[2]
     for other in (through_dict, through_file):

@@ -128,7 +128,9 @@ def test_the_per_gate_loss_sums_over_gates_with_a_target_each() -> None:
     assert torch.equal(target_rates(gated.graph, 0.5), torch.full((8,), 0.5))
 
 
-@pytest.mark.parametrize("rates", [[0.5], [0.5, 0.5, 0.5], {"0": 0.5}, {"0": 0.5, "2": 0.5, "x": 1.0}, 1.5, [-0.1, 0.5]])
+@pytest.mark.parametrize(
+    "rates", [[0.5], [0.5, 0.5, 0.5], {"0": 0.5}, {"0": 0.5, "2": 0.5, "x": 1.0}, 1.5, [-0.1, 0.5]]
+)
 def test_wrong_target_rates_are_refused(rates: object) -> None:
     with pytest.raises(headgate.HeadgateError, match="target rate"):
         gated_plain(loss="per_gate", rates=rates)
@@ -144,7 +146,9 @@ def test_the_cost_passes_gradients_to_every_gate_by_its_price() -> None:
 
 
 @pytest.mark.parametrize("stream", ["shared", "indexed"])
-@pytest.mark.parametrize("name", ["residual projection", "inverted bottleneck", "grouped stream", "U-Net", "attention block"])
+@pytest.mark.parametrize(
+    "name", ["residual projection", "inverted bottleneck", "grouped stream", "U-Net", "attention block"]
+)
 def test_batch_cost_decided_cost_and_the_counted_cost_agree(name: str, stream: str) -> None:
     case = NETWORKS[name]
     gated = headgate.gate(randomize_(case.make().eval()), example(case), target=1.0, stream=stream)  # type: ignore[arg-type]
@@ -216,7 +220,9 @@ def test_the_per_gate_loss_knows_processes_too(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("width", "share"), [(4, 1.0), (40, 20 / 80), (64, 20 / 128)])
 def test_gates_get_a_twentieth_rule_of_the_weight_decay(width: int, share: float) -> None:
     """20/|G| of the usual, halved because one logit stands for two; never more than the usual."""
-    model = nn.Sequential(nn.Conv2d(3, width, 1), nn.ReLU(), nn.Conv2d(width, width, 1), nn.ReLU(), nn.Conv2d(width, 2, 1))
+    model = nn.Sequential(
+        nn.Conv2d(3, width, 1), nn.ReLU(), nn.Conv2d(width, width, 1), nn.ReLU(), nn.Conv2d(width, 2, 1)
+    )
     gated = headgate.gate(model, torch.randn(1, 3, 4, 4))
     assert gated.graph.gate_count == 2 * width
     weights, gates = gated.param_groups(lr=0.1, weight_decay=1e-4)

@@ -82,7 +82,9 @@ def test_batchnorm_never_sees_a_closed_channel_as_zeros() -> None:
 
 def test_a_closed_channel_has_no_influence() -> None:
     """Whatever its weights: they may be changed at will."""
-    gated = headgate.gate(randomize_(NETWORKS["residual projection"].make().eval()), randn(2, 3, 8, 8), target=1.0).eval()
+    gated = headgate.gate(
+        randomize_(NETWORKS["residual projection"].make().eval()), randn(2, 3, 8, 8), target=1.0
+    ).eval()
     gated.set_gate_probabilities({name: torch.arange(len(p)) % 2.0 for name, p in gated.gate_probabilities().items()})
     before = gated(randn(4, 3, 8, 8))
     with torch.no_grad():
@@ -142,7 +144,9 @@ def test_gates_work_under_autocast(name: str) -> None:
 def test_detached_masks_leave_no_trace() -> None:
     case = NETWORKS["residual projection"]
     gated = headgate.gate(randomize_(case.make().eval()), example(case), target=1.0, stream="indexed")
-    hooks = [hook for m in gated.model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    hooks = [
+        hook for m in gated.model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+    ]
     assert hooks and all(isinstance(hook, GateHook) for hook in hooks)
     detach(gated.model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in gated.model.modules())

@@ -87,7 +87,9 @@ def test_the_share_of_macs_with_gates() -> None:
 def test_a_reason_names_the_place(name: str) -> None:
     case = NETWORKS[name]
     reason = headgate.inspect(case.make(), example(case)).frozen["a"]
-    assert {"an unknown operator": "networks.py:", "LayerNorm": "`norm`", "one parameter in two modules": "`b`"}[name] in reason
+    assert {"an unknown operator": "networks.py:", "LayerNorm": "`norm`", "one parameter in two modules": "`b`"}[
+        name
+    ] in reason
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
@@ -105,7 +107,14 @@ def test_the_graph_is_the_same_every_time() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [((2, 8, 3), (2, 24)), ((2, 24), (2, 8, 3)), ((2, 8, 3, 3), (2, 8, 9)), ((4, 6), (2, 2, 3, 2)), ((5,), (5, 1, 1)), ((1, 4), (4,))],
+    [
+        ((2, 8, 3), (2, 24)),
+        ((2, 24), (2, 8, 3)),
+        ((2, 8, 3, 3), (2, 8, 9)),
+        ((4, 6), (2, 2, 3, 2)),
+        ((5,), (5, 1, 1)),
+        ((1, 4), (4,)),
+    ],
 )
 def test_labels_move_as_the_tensor_does(old: tuple[int, ...], new: tuple[int, ...]) -> None:
     """Label every place by itself: the view of the labels is the view of the tensor."""
@@ -121,7 +130,9 @@ def test_tied_channels_are_one_class() -> None:
     random = np.random.default_rng(0)
     for _ in range(50):
         count = int(random.integers(1, 30))
-        ties = [tuple(random.integers(0, count, (2, int(random.integers(1, 5))))) for _ in range(int(random.integers(0, 8)))]
+        ties = [
+            tuple(random.integers(0, count, (2, int(random.integers(1, 5))))) for _ in range(int(random.integers(0, 8)))
+        ]
         parent = list(range(count))
 
         def root(atom: int, parent: list[int] = parent) -> int:

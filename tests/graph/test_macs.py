@@ -50,7 +50,12 @@ def test_macs_are_those_counted_by_hand(model: nn.Module, shape: tuple[int, ...]
 
 
 def test_macs_by_layer_names_the_place() -> None:
-    model = Net(lambda n, x: n.b(torch.matmul(n.a(x), n.w)), a=nn.Linear(4, 5), w=nn.Parameter(torch.ones(5, 3)), b=nn.Linear(3, 2))
+    model = Net(
+        lambda n, x: n.b(torch.matmul(n.a(x), n.w)),
+        a=nn.Linear(4, 5),
+        w=nn.Parameter(torch.ones(5, 3)),
+        b=nn.Linear(3, 2),
+    )
     macs = macs_by_layer(model, torch.randn(2, 4))
     assert (macs.pop("a"), macs.pop("b"), *macs.values()) == (20, 6, 15)
 

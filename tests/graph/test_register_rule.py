@@ -99,7 +99,13 @@ def forget_() -> Iterator[None]:
 
 def network(own: nn.Module) -> nn.Module:
     return randomize_(
-        Net(lambda n, x: pooled(n, F.relu(n.b(n.own(F.relu(n.a(x)))))), a=conv(3, 8), own=own, b=conv(8, 6), head=head(6)).eval()
+        Net(
+            lambda n, x: pooled(n, F.relu(n.b(n.own(F.relu(n.a(x)))))),
+            a=conv(3, 8),
+            own=own,
+            b=conv(8, 6),
+            head=head(6),
+        ).eval()
     )
 
 

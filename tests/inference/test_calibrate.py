@@ -53,7 +53,9 @@ def test_projection_meets_the_target_from_below_within_one_gate(granularity: Any
         decisions = gated.project()._decide()
         assert gated.cost.decided_macs(decisions) <= budget
         for closed in np.flatnonzero(~decisions):
-            assert gated.cost.decided_macs(with_open(decisions, closed)) > budget, "a gate that still fits was left closed"
+            assert gated.cost.decided_macs(with_open(decisions, closed)) > budget, (
+                "a gate that still fits was left closed"
+            )
 
 
 def with_open(decisions: np.ndarray, gate: int) -> np.ndarray:
@@ -198,7 +200,9 @@ def test_calibration_takes_an_iterator_as_far_as_it_goes() -> None:
 
 
 @pytest.mark.parametrize(
-    "loader", [[], iter([]), [(torch.randn(2, 5, 3),)], [{"label": 3}]], ids=["empty", "spent", "wrong shape", "no images"]
+    "loader",
+    [[], iter([]), [(torch.randn(2, 5, 3),)], [{"label": 3}]],
+    ids=["empty", "spent", "wrong shape", "no images"],
 )
 def test_a_calibration_that_fails_leaves_the_statistics(loader: Any) -> None:
     gated = decided(gated_network(target=0.6))
@@ -216,7 +220,13 @@ def test_a_network_without_batchnorm_is_calibrated_too() -> None:
 
 @pytest.mark.parametrize(
     "batch",
-    [randn(2, *X), (randn(2, *X), 0), [randn(2, *X)], {"image": randn(2, *X)}, {"pixel_values": randn(2, *X), "labels": 1}],
+    [
+        randn(2, *X),
+        (randn(2, *X), 0),
+        [randn(2, *X)],
+        {"image": randn(2, *X)},
+        {"pixel_values": randn(2, *X), "labels": 1},
+    ],
     ids=["tensor", "tuple", "list", "image", "pixel_values"],
 )
 def test_images_are_found_in_batches_of_many_kinds(batch: Any) -> None:

@@ -67,7 +67,9 @@ def test_a_truncated_file_is_refused(keep: float, tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
-def test_a_changed_bit_anywhere_is_refused_or_changes_nothing(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+def test_a_changed_bit_anywhere_is_refused_or_changes_nothing(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
     path = written(tmp_path_factory.mktemp("bits") / "f")
     content = bytearray(path.read_bytes())
     place = data.draw(st.integers(0, len(content) - 1))
@@ -128,7 +130,14 @@ def test_a_pickle_is_refused_and_never_run(protocol: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"text\n", np.random.default_rng(0).bytes(4096), struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2) + b"{}"]
+    "content",
+    [
+        b"",
+        b"text\n",
+        np.random.default_rng(0).bytes(4096),
+        struct.pack("<Q", 2**60) + b"{}",
+        struct.pack("<Q", 2) + b"{}",
+    ],
 )
 def test_what_is_no_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(content)

@@ -16,7 +16,14 @@ from tests.networks import Block, PreActivation, SqueezeExcite, ZeroPad
 from tests.oracle import decide_, difference, independent_macs, randn, randomize_
 
 SIZE = 8
-ACTIVATIONS = (F.relu, F.silu, torch.tanh, F.hardswish, lambda x: F.relu(x, inplace=True), lambda x: F.leaky_relu(x, 0.2))
+ACTIVATIONS = (
+    F.relu,
+    F.silu,
+    torch.tanh,
+    F.hardswish,
+    lambda x: F.relu(x, inplace=True),
+    lambda x: F.leaky_relu(x, 0.2),
+)
 
 Step = tuple[str, int, int, int]
 """What to do, and three numbers that choose how: the tensors it takes, widths, kinds."""
@@ -26,7 +33,9 @@ STEPS = (
     "preact", "shortcut", "upsample", "scale", "shuffle", "again",
 )  # fmt: skip
 PROGRAMS = st.lists(
-    st.tuples(st.sampled_from(STEPS), st.integers(0, 11), st.integers(0, 11), st.integers(0, 11)), min_size=2, max_size=9
+    st.tuples(st.sampled_from(STEPS), st.integers(0, 11), st.integers(0, 11), st.integers(0, 11)),
+    min_size=2,
+    max_size=9,
 )
 
 
@@ -153,7 +162,11 @@ class Random(nn.Module):
 
 
 @settings(
-    max_examples=int(os.environ.get('EX','60')), deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=int(os.environ.get("EX", "60")),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(
     program=PROGRAMS, granularity=st.sampled_from(["channel", "channel", 2, 3, "layer"]), stream=st.sampled_from(["shared", "indexed"]),

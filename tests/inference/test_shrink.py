@@ -37,7 +37,9 @@ def close_(gated: headgate.GatedModel, *masks: str) -> headgate.GatedModel:
 # ---------------------------------------------------------------------------------------------------- dead branches
 
 
-@pytest.mark.parametrize(("stream", "mask"), [("shared", "one.conv1"), ("indexed", "one.conv1"), ("indexed", "one.conv2")])
+@pytest.mark.parametrize(
+    ("stream", "mask"), [("shared", "one.conv1"), ("indexed", "one.conv1"), ("indexed", "one.conv2")]
+)
 def test_a_block_whose_mask_is_closed_is_gone(stream: str, mask: str) -> None:
     gated = close_(residual(stream=stream), mask)
     small = gated.shrink()
@@ -192,7 +194,9 @@ def test_a_shrunk_network_shares_no_memory_with_the_gated_one_and_trains() -> No
 
 
 @pytest.mark.parametrize("stream", ["shared", "indexed"])
-@pytest.mark.parametrize("name", ["residual projection", "residual zero padding", "inverted bottleneck", "attention block"])
+@pytest.mark.parametrize(
+    "name", ["residual projection", "residual zero padding", "inverted bottleneck", "attention block"]
+)
 def test_a_shrunk_network_can_be_exported(name: str, stream: str) -> None:
     case = NETWORKS[name]
     gated = headgate.gate(randomize_(case.make().eval()), example(case), target=1.0, stream=stream)  # type: ignore[arg-type]

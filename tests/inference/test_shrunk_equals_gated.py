@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.networks import NETWORKS, Case, example
-from tests.oracle import decide_, difference, independent_macs, own_modules, randomize_, same
 from torch import nn
 
 import headgate
 from headgate.graph.relayout import ZeroBranch
+from tests.networks import NETWORKS, Case, example
+from tests.oracle import decide_, difference, independent_macs, own_modules, randomize_, same
 
 OPEN_SHARES = (0.5, 0.8, 0.2, 0.0)
 """Of the gates, for one decision each; 0 leaves only what must not close, so every branch that may die does."""

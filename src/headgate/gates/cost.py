@@ -37,6 +37,10 @@ class Cost:
 
     def macs_B(self, draw: Draw) -> Tensor:
         """Multiply-adds of each image, as a share of the dense network's, differentiable in the gates."""
+        with torch.autocast(draw.gates_BG.device.type, enabled=False):
+            return self._macs_B(draw)
+
+    def _macs_B(self, draw: Draw) -> Tensor:
         gates_BG = draw.gates_BG.float()
         ones = gates_BG.new_ones(len(gates_BG), 1)
         if self._matrix.device != gates_BG.device:

@@ -88,6 +88,7 @@ class Channels(GateHook):
     def __init__(self, board: Board, graph: ChannelGraph, reader: Reader) -> None:
         self.board = board
         self.axis = reader.axis
+        self.batch_axis = reader.batch_axis
         gated = np.unique(reader.gates[reader.gates != ALWAYS_OPEN])
         self.masks = [
             i for i, mask in enumerate(graph.masks) if ((gated >= mask.first) & (gated < mask.gates.stop)).any()
@@ -117,16 +118,23 @@ class Channels(GateHook):
     def apply(self, x: Tensor) -> Tensor:
         """The tensor, times its channels' gates."""
         draw = self.board.draw
-        return x if draw is None else times(x, spread(self.mask_BC(draw), x, self.axis))
+        return x if draw is None else times(x, spread(self.mask_BC(draw), x, self.axis, self.batch_axis))
 
 
-def spread(mask_BC: Tensor, x: Tensor, axis: int) -> Tensor:
-    """A mask shaped to multiply `x`. Where images are folded with something else, their masks are repeated."""
-    images = len(mask_BC)
-    if images > 1 and x.shape[0] != images:
-        mask_BC = mask_BC.repeat_interleave(x.shape[0] // images, 0) if x.shape[0] % images == 0 else mask_BC[:1]
+def spread(mask_BC: Tensor, x: Tensor, axis: int | None, batch_axis: int = 0) -> Tensor:
+    """A mask shaped to multiply `x`; `axis` None for one gate an image.
+
+    Where images are folded with something else (windows, tokens), their masks are repeated.
+    """
+    images, places = len(mask_BC), x.shape[batch_axis]
+    if images > 1 and places != images:
+        mask_BC = mask_BC.repeat_interleave(places // images, 0) if places % images == 0 else mask_BC[:1]
     shape = [1] * x.dim()
-    shape[0], shape[axis] = len(mask_BC), mask_BC.shape[1]
+    if axis is not None:
+        axis %= x.dim()
+        shape[axis] = mask_BC.shape[1]
+        mask_BC = mask_BC if batch_axis < axis else mask_BC.t()
+    shape[batch_axis] = max(mask_BC.shape) if axis is None else mask_BC.shape[0 if batch_axis < axis else 1]
     return mask_BC.to(x.dtype).reshape(shape)
 
 
@@ -172,8 +180,9 @@ class MaskOutput(Channels):
 class MaskBranch(GateHook):
     """Behind a branch's last module: a dead branch adds nothing."""
 
-    def __init__(self, board: Board, number: int, gate: int | None) -> None:
+    def __init__(self, board: Board, number: int, gate: int | None, batch_axis: int) -> None:
         self.board = board
+        self.batch_axis = batch_axis
         self.number = number
         self.gate = gate
 
@@ -182,10 +191,10 @@ class MaskBranch(GateHook):
         if draw is None:
             return output
         if self.gate is not None:
-            return output * spread(draw.gates_BG[:, self.gate : self.gate + 1], output, -1)
+            return output * spread(draw.gates_BG[:, self.gate : self.gate + 1], output, None, self.batch_axis)
         if draw.all_alive[self.number]:
             return output
-        return output * spread(draw.alive_BN[:, self.number : self.number + 1], output, -1)
+        return output * spread(draw.alive_BN[:, self.number : self.number + 1], output, None, self.batch_axis)
 
 
 def attach(model: nn.Module, graph: ChannelGraph, board: Board) -> None:
@@ -198,7 +207,7 @@ def attach(model: nn.Module, graph: ChannelGraph, board: Board) -> None:
     for number, gated in enumerate(graph.branches):
         mask = graph.masks[gated.masks[0]]
         gate = mask.first if mask.kind == "branch" else None
-        modules[gated.branch.mask_at].register_forward_hook(MaskBranch(board, number, gate))
+        modules[gated.branch.mask_at].register_forward_hook(MaskBranch(board, number, gate, gated.batch_axis))
 
 
 def detach(model: nn.Module) -> None:

@@ -47,6 +47,8 @@ class StaticGates(nn.Module):
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Move with the model, but stay float32: `model.half()` must not round probabilities."""
+        before = self.logits.data
         super()._apply(fn, recurse)
-        self.logits.data = self.logits.data.float()
+        if self.logits.dtype != torch.float32:
+            self.logits.data = before.to(self.logits.device)
         return self

@@ -39,7 +39,8 @@ from headgate.graph.layer_rules import rule_for, trace_model
 from headgate.graph.library_rules import adopt_library_rules
 from headgate.graph.propagate import Book, StreamCuts, follow, walk
 from headgate.graph.rehearse import Failure, rehearse
-from headgate.graph.trace import Call, Trace
+from headgate.graph.relayout import Relayout
+from headgate.graph.trace import Call
 
 StreamForm = Literal["shared", "indexed"]
 Frozen = list[tuple[Labels, str]]
@@ -74,22 +75,24 @@ DEFAULT_SETTINGS = Settings()
 def analyse(model: nn.Module, example_input: Any, settings: Settings = DEFAULT_SETTINGS) -> ChannelGraph:
     """The channel graph of a model, which is not changed. Every graph returned has passed its rehearsal."""
     check_model(model)
+    for name, module in model.named_modules():
+        if isinstance(module, Relayout):
+            raise ModelError(f"`{name}` is there since the network was shrunk: gate the original, dense network")
     adopt_library_rules()
     recorded = trace_model(model, example_input)
     modules = dict(model.named_modules())
     frozen_names = check_frozen_names(settings.frozen, modules)
-    branches = _one_for_each_addition(find_branches(recorded), follow(recorded, modules), modules, recorded)
-    cuts = StreamCuts()
+    book = follow(recorded, modules)
+    branches = _one_for_each_addition(find_branches(recorded), book)
     if settings.stream == "indexed" and settings.granularity != "layer":
-        cuts = stream_cuts(recorded, modules, branches)
-    book = follow(recorded, modules, cuts)
+        book = follow(recorded, modules, stream_cuts(book, branches))
     _follow_training(model, example_input, book)
     frozen = [*_frozen_by_user(book, frozen_names), *_shared_parameters(model, book)]
     islands: set[str] = set()
     removable = _removable(model, example_input, book, branches, frozen, settings)
     while True:
         graph = assemble(book, frozen, frozenset(islands), removable, settings)
-        failure = rehearse(model, example_input, graph, some_decisions(graph)) if graph.masks else None
+        failure = _first_failure(model, example_input, graph)
         if failure is None:
             return graph
         _give_way(graph, failure, frozen, islands)
@@ -179,27 +182,24 @@ def _follow_training(model: nn.Module, example_input: Any, book: Book) -> None:
 # ------------------------------------------------------------------------------------------------- branches
 
 
-def _one_for_each_addition(
-    branches: list[Branch], book: Book, modules: Mapping[str, nn.Module], recorded: Trace
-) -> list[Branch]:
+def _one_for_each_addition(branches: list[Branch], book: Book) -> list[Branch]:
     """Where both operands are branches, the dearer one is the block and the other its shortcut: keep the block."""
     cost: dict[str, int] = {}
     for usage in book.usages:
         cost[usage.layer] = cost.get(usage.layer, 0) + usage.macs
     best: dict[int, Branch] = {}
     for branch in branches:
-        price = sum(cost.get(layer, 0) for layer in branch.layers(recorded))
+        price = sum(cost.get(layer, 0) for layer in branch.layers(book.trace))
         rival = best.get(branch.addition.index)
-        if rival is None or price > sum(cost.get(layer, 0) for layer in rival.layers(recorded)):
+        if rival is None or price > sum(cost.get(layer, 0) for layer in rival.layers(book.trace)):
             best[branch.addition.index] = branch
     return list(best.values())
 
 
-def stream_cuts(recorded: Trace, modules: Mapping[str, nn.Module], branches: list[Branch]) -> StreamCuts:
+def stream_cuts(book: Book, branches: list[Branch]) -> StreamCuts:
     """Where to cut for an indexed stream: behind everything that is added to it, before everything that reads it."""
-    book = follow(recorded, modules)
     classes = classes_of(book)
-    everything = find_branches(recorded)
+    everything = find_branches(book.trace)
     additions = {branch.addition.index for branch in branches}
     stream_classes: set[int] = set()
     for branch in branches:
@@ -265,11 +265,14 @@ def assemble(
         _feed_every_reader(book, classes, settings.granularity)
     if settings.granularity == "layer":
         masks = tuple(
-            Mask(branch.name, i, 1, tuple(sorted(branch.layers(recorded))), "branch", True)
+            Mask(branch.name, i, 1, tuple(sorted(branch.layers(recorded))), "branch", may_die=True)
             for i, branch in enumerate(removable)
         )
         atom_gate = np.full(book.atom_count, ALWAYS_OPEN)
-        branches = tuple(GatedBranch(branch, (number,)) for number, branch in enumerate(removable))
+        branches = tuple(
+            GatedBranch(branch, (number,), book.batch_axis(branch.mask_value))
+            for number, branch in enumerate(removable)
+        )
     else:
         masks, atom_gate = make_masks(book, classes, settings.granularity)
         branches = _dying_branches(book, masks, atom_gate, removable)
@@ -315,14 +318,14 @@ def _readers(book: Book, atom_gate: NDArray[np.int64]) -> tuple[Reader, ...]:
     for usage in book.usages:
         gates = gates_of(usage.reads, atom_gate)
         if usage.mode != "whole" and gates is not None and (gates != ALWAYS_OPEN).any():
-            readers.setdefault(usage.layer, Reader(usage.layer, usage.in_axis, gates))
+            readers.setdefault(usage.layer, Reader(usage.layer, usage.in_axis, gates, usage.batch_axis))
     return tuple(readers.values())
 
 
 def _writers(book: Book, atom_gate: NDArray[np.int64]) -> tuple[Reader, ...]:
     ports = ((port, gates_of(port.atoms, atom_gate)) for port in book.write_ports.values())
     return tuple(
-        Reader(port.module, port.axis, gates)
+        Reader(port.module, port.axis, gates, port.batch_axis)
         for port, gates in ports
         if gates is not None and (gates != ALWAYS_OPEN).any()
     )
@@ -345,7 +348,7 @@ def _dying_branches(
     """Removable branches with the masks that, all closed, leave them nothing to say."""
     chains = _Chains(book, masks, atom_gate)
     found = ((branch, chains.of(branch)) for branch in removable)
-    return tuple(GatedBranch(branch, chain) for branch, chain in found if chain)
+    return tuple(GatedBranch(branch, chain, book.batch_axis(branch.mask_value)) for branch, chain in found if chain)
 
 
 class _Chains:
@@ -403,15 +406,25 @@ class _Chains:
 # ------------------------------------------------------------------------------------------------ rehearsal
 
 
-def some_decisions(graph: ChannelGraph, seed: int = 0) -> Decisions:
-    """Decisions that close about a third of each mask, at random, and leave at least two gates of it."""
+def complementary_decisions(graph: ChannelGraph, seed: int = 0) -> tuple[Decisions, Decisions]:
+    """Two sets of decisions; every gate of a mask is closed in one of them, at random, and open in the other."""
     random = np.random.default_rng(seed)
-    decisions = np.ones(graph.gate_count, bool)
+    closed = np.zeros(graph.gate_count, bool)
     for mask in graph.masks:
-        if mask.kind != "branch" and mask.size > 2:
-            closed = random.permutation(mask.size)[: max(1, min(mask.size - 2, mask.size // 3))]
-            decisions[mask.first + closed] = False
-    return decisions
+        if mask.kind != "branch":
+            closed[mask.first + random.permutation(mask.size)[: mask.size // 2]] = True
+    branches = np.array([mask.kind == "branch" for mask in graph.masks for _ in range(mask.size)], dtype=bool)
+    return ~closed, closed | branches
+
+
+def _first_failure(model: nn.Module, example_input: Any, graph: ChannelGraph) -> Failure | None:
+    if all(mask.kind == "branch" for mask in graph.masks):
+        return None  # rehearsed when the branches were found removable
+    for decisions in complementary_decisions(graph):
+        failure = rehearse(model, example_input, graph, decisions)
+        if failure is not None:
+            return failure
+    return None
 
 
 def _give_way(graph: ChannelGraph, failure: Failure, frozen: Frozen, islands: set[str]) -> None:

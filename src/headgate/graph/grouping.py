@@ -34,6 +34,8 @@ class Mask:
     layers: tuple[str, ...]
     """The layers that write its channels (for an input mask: the layer that reads them)."""
     kind: Literal["channels", "input", "branch"] = "channels"
+    width: int = 1
+    """Channels a gate, in the first of its layers (the last gate may have fewer)."""
     may_die: bool = False
     """Whether all gates may close: in a residual branch they may, elsewhere the network would be cut in two."""
 
@@ -63,6 +65,7 @@ class Reader:
     layer: str
     axis: int
     gates: NDArray[np.int64]
+    batch_axis: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class GatedBranch:
 
     branch: Branch
     masks: tuple[int, ...]
+    batch_axis: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +198,16 @@ def make_masks(book: Book, classes: Classes, granularity: Granularity) -> tuple[
         first = masks[-1].gates.stop if masks else 0
         gate_of_class[members] = first + np.arange(len(members)) // run
         kind_name: Literal["input", "channels"] = "input" if signature[0][0] == "read" else "channels"
-        masks.append(Mask(_mask_name(signature), first, size, tuple(owner[1] for owner in signature), kind_name))
+        masks.append(
+            Mask(
+                _mask_name(signature),
+                first,
+                size,
+                tuple(owner[1] for owner in signature),
+                kind_name,
+                run * int(widths[start]),
+            )
+        )
     return tuple(masks), gate_of_class[classes.of_atom]
 
 

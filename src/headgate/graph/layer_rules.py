@@ -23,12 +23,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from headgate.graph.labels import Labels, along, channel_axis
 from headgate.graph.op_rules import ChannelBook, MaybeLabels, elementwise
 from headgate.graph.relayout import Relayout
-from headgate.graph.trace import Call, Layers, Trace, trace
+from headgate.graph.trace import Call, Layers, Trace, Value, trace
 
 Index = NDArray[np.int64]
 GroupMode = Literal["full", "positions", "whole"]
@@ -54,6 +54,7 @@ class Usage:
     mode: GroupMode
     groups: int
     in_axis: int
+    batch_axis: int
     out_shape: tuple[int, ...]
 
 
@@ -69,6 +70,10 @@ class LayerBook(ChannelBook):
 
         A layer that is called again must find the same channels: they are tied, call to call.
         """
+        raise NotImplementedError
+
+    def batch_axis(self, value: Value) -> int:
+        """The dimension of a value that runs over images (or over images times something else)."""
         raise NotImplementedError
 
     def reading(self, call: Call, labels: MaybeLabels) -> MaybeLabels:
@@ -126,19 +131,12 @@ class Mixing(LayerRule):
         reads = None if labels is None else np.broadcast_to(labels.reshape(-1), given.shape[self.axis])
         writes = book.fresh(("layer", call.layer), made.shape[self.axis])
         mode = self._tie_groups(call, module, book, reads, writes)
-        book.use(
-            Usage(
-                call.layer,
-                type(module).__name__,
-                reads,
-                writes,
-                self.macs(call, module),
-                mode,
-                self._groups(module),
-                self.axis,
-                made.shape,
-            )
-        )
+        batch_axis = book.batch_axis(given)
+        usage = Usage(
+            call.layer, type(module).__name__, reads, writes, self.macs(call, module), mode, self._groups(module),
+            self.axis, batch_axis, made.shape,
+        )  # fmt: skip
+        book.use(usage)
         book.resize(call.layer, reads, writes)
         return [along(writes, self.axis, len(made.shape))]
 
@@ -170,7 +168,7 @@ class Mixing(LayerRule):
         take: dict[str, dict[int, Index]] = {}
         values: dict[str, int] = {}
         groups = self._groups(module)
-        per_group = module.weight.shape[self.in_dims["weight"]]  # type: ignore[index]
+        per_group = self._weight(module).shape[self._in_dim]
         if keep_in is not None and self.in_attribute:
             values[self.in_attribute] = len(keep_in)
         if keep_out is not None and self.out_attribute:
@@ -191,11 +189,31 @@ class Mixing(LayerRule):
 
     def macs(self, call: Call, module: nn.Module) -> int:
         places = call.outputs[0].shape if self.macs_over == "output" else call.inputs[0].shape
-        return prod(places) // places[self.axis] * prod(module.weight.shape)  # type: ignore[arg-type]
+        return prod(places) // places[self.axis] * prod(self._weight(module).shape)
 
     def applies_to(self, module: nn.Module) -> bool:
-        grouped_input_first = self.in_dims.get("weight") == 0 and self._groups(module) > 1
-        return isinstance(module._parameters.get("weight"), nn.Parameter) and not grouped_input_first
+        grouped_input_first = self._in_dim == 0 and self._groups(module) > 1
+        return isinstance(module._parameters.get(self._weight_name), nn.Parameter) and not grouped_input_first
+
+    @property
+    def _weight_name(self) -> str:
+        """The tensor that reads input channels: the first of `in_dims`."""
+        return next(iter(self.in_dims))
+
+    @property
+    def _in_dim(self) -> int:
+        return self.in_dims[self._weight_name]
+
+    def _weight(self, module: nn.Module) -> Tensor:
+        weight: Tensor = getattr(module, self._weight_name)
+        return weight
+
+    def cut_inputs(self, module: nn.Module, places: Index) -> None:
+        """Zero the weights with which these places of the input are read."""
+        weight = self._weight(module)
+        per_group = weight.shape[self._in_dim]
+        with torch.no_grad():
+            weight.index_fill_(self._in_dim, torch.from_numpy(np.unique(places % per_group)), 0)
 
 
 @dataclass(frozen=True)

@@ -237,23 +237,25 @@ def expand(call: Call, book: ChannelBook) -> list[MaybeLabels]:
 
 @_register(["slice"])
 def slice_(call: Call, book: ChannelBook) -> list[MaybeLabels]:
-    """Part of a dimension."""
+    """Part of a dimension. Every second channel is another one when some are gone: that freezes them."""
     labels = book.labels_of(call.inputs[0])
-    axis, start, end = (
-        _argument(call, name, place, default)
-        for name, place, default in (("dim", 1, 0), ("start", 2, None), ("end", 3, None))
-    )
-    return [None if labels is None else _take(labels, axis, slice(start, end, _argument(call, "step", 4, 1)))]
+    if labels is None:
+        return [None]
+    axis = _argument(call, "dim", 1, 0) % labels.ndim
+    start, end, step = (_argument(call, *given) for given in (("start", 2), ("end", 3), ("step", 4, 1)))
+    if step != 1 and axis in varying_axes(labels):
+        return unknown(call, book)
+    return [_take(labels, axis, slice(start, end, step))]
 
 
 @_register(["select"])
 def select(call: Call, book: ChannelBook) -> list[MaybeLabels]:
-    """One index of a dimension, which disappears."""
+    """One index of a dimension, which disappears. One numbered channel must stay where it is: that freezes them."""
     labels = book.labels_of(call.inputs[0])
     if labels is None:
         return [None]
-    axis, index = call.args[1], call.args[2]
-    return [np.take(labels, 0 if labels.shape[axis] == 1 else index, axis)]
+    axis = call.args[1] % labels.ndim
+    return unknown(call, book) if axis in varying_axes(labels) else [labels.squeeze(axis)]
 
 
 @_register(["split", "split_with_sizes", "chunk"])
@@ -402,7 +404,13 @@ def _macs_of_linear(call: Call) -> int:
     return prod(call.inputs[0].shape) * call.inputs[1].shape[0]
 
 
+def _macs_of_vector_product(call: Call) -> int:
+    return prod(call.inputs[-2].shape)
+
+
 OP_MACS[aten.convolution.default] = _macs_of_convolution
+for _name in ("mv", "addmv", "dot", "vdot"):
+    OP_MACS[getattr(aten, _name).default] = _macs_of_vector_product
 OP_MACS[aten.linear.default] = _macs_of_linear
 for _name in ("mm", "bmm", "addmm", "baddbmm"):
     OP_MACS[getattr(aten, _name).default] = _macs_of_product

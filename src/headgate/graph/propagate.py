@@ -43,6 +43,7 @@ class Port:
     module: str
     axis: int
     atoms: Labels
+    batch_axis: int
 
 
 @dataclass(eq=False)
@@ -122,6 +123,11 @@ class Book(LayerBook):
             self.freeze(self.labels_of(value), f"{call.title} was put there by an earlier shrink")
         return None
 
+    def batch_axis(self, value: Value) -> int:
+        """The first dimension that is a multiple of the number of images; 0 if there is none."""
+        images = self.trace.batch_size
+        return next((axis for axis, size in enumerate(value.shape) if size % images == 0), 0)
+
     def reading(self, call: Call, labels: MaybeLabels) -> MaybeLabels:
         """What a mixing layer reads; from an indexed stream, through a mask of its own."""
         value = call.inputs[0]
@@ -130,7 +136,7 @@ class Book(LayerBook):
         assert call.layer is not None
         axis = int(np.argmax(labels.shape))
         atoms = self.fresh(("read", call.layer), value.shape[axis])
-        self.read_ports[call.layer] = Port(call.layer, axis, atoms)
+        self.read_ports[call.layer] = Port(call.layer, axis, atoms, self.batch_axis(value))
         return along(atoms, axis, labels.ndim)
 
 
@@ -190,7 +196,7 @@ def cut_behind(book: Book, name: str, value: Value) -> None:
     if labels is None:
         return
     axis = int(np.argmax(labels.shape))
-    book.write_ports[name] = Port(name, axis, labels.reshape(-1))
+    book.write_ports[name] = Port(name, axis, labels.reshape(-1), book.batch_axis(value))
     book.before_cut[value.index] = labels
     book.labels[value.index] = along(book.fresh(("stream", name), value.shape[axis]), axis, labels.ndim)
 

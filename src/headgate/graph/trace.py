@@ -30,6 +30,9 @@ from headgate.errors import ModelError, TraceError
 
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 OWN_FILE = __file__
+PROBE_IMAGES = 101
+"""Images in a trace on the meta device, where they cost nothing: a number that is no other size, so that the dimension
+that runs over images can be told from the others."""
 DATA_DEPENDENT_OPS = {
     torch.ops.aten._local_scalar_dense.default: "turns a tensor into a Python number or a branch",
     torch.ops.aten.nonzero.default: "takes a shape that depends on the data",
@@ -205,19 +208,26 @@ def trace(model: nn.Module, example_input: Any, layers: Layers, *, training: boo
 
 
 def _record(model: nn.Module, example_input: Any, layers: Layers, training: bool, on_meta: bool) -> Trace:
-    twin = stripped_copy(model, to_meta=on_meta).train(training)
-    recorder, _ = run_recorded(twin, example_input, layers, batch_size_of(example_input), on_meta)
-    if recorder.crash is not None:
-        raise recorder.crash
-    return recorder.trace
+    given = batch_size_of(example_input)
+    crash: Exception | None = None
+    for batch_size in (PROBE_IMAGES, given) if on_meta else (given,):
+        twin = stripped_copy(model, to_meta=on_meta).train(training)
+        recorder, _ = run_recorded(twin, example_input, layers, batch_size, on_meta)
+        if recorder.crash is None:
+            return recorder.trace
+        crash = recorder.crash
+    assert crash is not None
+    raise crash
 
 
 def run_recorded(
     twin: nn.Module, example_input: Any, layers: Layers, batch_size: int, on_meta: bool
 ) -> tuple[Recorder, Any]:
     """Run a copy of a model (hooks are put on it) and record it; what it raises is kept in `crash`."""
-    args, kwargs = tree_map(_to_meta, as_arguments(example_input)) if on_meta else as_arguments(example_input)
+    args, kwargs = as_arguments(example_input)
     if on_meta:
+        given = batch_size_of(example_input)
+        args, kwargs = tree_map(lambda leaf: _to_meta(leaf, given, batch_size), (args, kwargs))
         for module in twin.modules():
             layers.lighten(module)
     recorder = Recorder(twin, layers.is_layer, batch_size)
@@ -233,8 +243,13 @@ def _rejected(error: Exception, example_input: Any) -> TraceError:
     )
 
 
-def _to_meta(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
+def _to_meta(leaf: Any, given: int, wanted: int) -> Any:
+    """A tensor without values, with another number of images if it has images."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    images = wanted if leaf.dim() and leaf.shape[0] == given else (leaf.shape[0] if leaf.dim() else None)
+    shape = leaf.shape if images is None else (images, *leaf.shape[1:])
+    return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
 
 class Recorder(TorchDispatchMode):

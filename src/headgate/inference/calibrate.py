@@ -7,6 +7,7 @@ will be used and averages BatchNorm's statistics anew; no weight changes. Knows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ def project(
 ) -> Decisions:
     """The likeliest gates whose cost is at most the target, and within one gate of it.
 
-    With `round_to`, every mask opens a multiple of so many gates (or all of them).
+    With `round_to`, every mask opens a multiple of so many channels (or all of them).
     """
     least = least_decisions(graph, probabilities)
     order = _by_probability(graph, probabilities, least)
@@ -90,7 +91,7 @@ def _fill(cost: Cost, decisions: Decisions, closed: NDArray[np.int64], target_ma
 def rounded(
     graph: ChannelGraph, decisions: Decisions, probabilities: NDArray[np.float64], round_to: int, *, up: bool = False
 ) -> Decisions:
-    """Open a multiple of `round_to` gates in each mask (or all of them): fewer, but never none; or with `up`, more."""
+    """Open a multiple of `round_to` channels in each mask (or all): fewer, but never none; or with `up`, more."""
     if round_to < 1:
         raise HeadgateError(f"round_to={round_to}: widths can be rounded to 1, 2, 4, 8, …")
     if round_to == 1:
@@ -100,7 +101,8 @@ def rounded(
         count = int(decisions[mask.gates].sum())
         if count == 0 or mask.kind == "branch":
             continue
-        wanted = -(-count // round_to) * round_to if up or count < round_to else count // round_to * round_to
+        step = round_to // math.gcd(round_to, mask.width)
+        wanted = -(-count // step) * step if up or count < step else count // step * step
         wanted = mask.size if count == mask.size else min(wanted, mask.size)
         score = probabilities[mask.gates] + decisions[mask.gates]
         result[mask.gates] = False
@@ -134,6 +136,8 @@ def endless(loader: Iterable[Any], batches: int) -> Iterator[tuple[Any, ...]]:
             if given == batches:
                 return
         if given == before:
+            if given:
+                return  # an iterator that is spent: what it gave must do
             raise HeadgateError("the loader is empty: calibrate needs at least one batch")
 
 
@@ -146,6 +150,7 @@ def reestimate_batchnorm(model: nn.Module, run: Callable[..., Any], loader: Iter
         next(endless(loader, 1))
         return 0
     momenta = [norm.momentum for norm in norms]
+    statistics = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
@@ -157,6 +162,11 @@ def reestimate_batchnorm(model: nn.Module, run: Callable[..., Any], loader: Iter
         with torch.no_grad():
             for inputs in endless(loader, batches):
                 run(*(tensor.to(device) for tensor in inputs))
+    except BaseException:
+        for norm, before in zip(norms, statistics, strict=True):
+            for name, buffer in norm.named_buffers():
+                buffer.copy_(before[name])
+        raise
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum

@@ -77,7 +77,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     try:
         with safe_open(str(path), framework="pt") as file:
             header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise FileError(
             f"{path} is damaged or no safetensors file ({error}): it may have been cut short; save it again"
@@ -90,6 +90,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         description = json.loads(header["headgate"])
     except json.JSONDecodeError as error:
         raise FileError(f"{path}: its description is damaged ({error})") from error
+    if not isinstance(description, dict):
+        raise FileError(f"{path}: its description is damaged (it is no table)")
     if description.get("format") != FORMAT:
         raise FileError(f"{path} has format {description.get('format')}, this headgate reads {FORMAT}: update headgate")
     if digest(tensors, description) != header.get("digest"):

@@ -6,6 +6,7 @@ that differs. Knows graphs, plans and decisions; knows nothing of how decisions 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,16 @@ from torch.utils._pytree import tree_map
 from headgate.errors import ShrinkMismatch
 from headgate.gates.cost import dead_branches
 from headgate.gates.draws import detach
-from headgate.graph.grouping import ChannelGraph, Decisions
+from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Decisions
+from headgate.graph.labels import Labels
+from headgate.graph.layer_rules import Index, Mixing, rule_for
 from headgate.graph.plan import Plan, make_plan, restructure, small_state
 from headgate.graph.propagate import kept_places
 from headgate.graph.relayout import dense_name
 from headgate.graph.trace import as_arguments, stripped_copy, tensors_in
 
-PLAN_ATTRIBUTE = "headgate_plan"
+PLANS_ATTRIBUTE = "headgate_plans"
+"""Where a shrunk network keeps the plans that made it from the dense one, in order."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
@@ -39,14 +43,14 @@ def shrink(
     fold_batchnorm: bool = False,
 ) -> nn.Module:
     """The smaller network. `padding` are gates that stay for a rounder width; what they let through is cut off."""
-    kept = decisions if padding is None else decisions | padding
+    kept = decisions if padding is None else _without_unfillable(graph, decisions, padding)
     plan = make_plan(graph, kept, dead_branches(graph, decisions))
     small = build(model, plan)
     if padding is not None:
         _cut_padding(small, graph, kept, decisions)
     if fold_batchnorm:
         plan.folded = _fold(small, graph, plan)
-    setattr(small, PLAN_ATTRIBUTE, plan)
+    setattr(small, PLANS_ATTRIBUTE, (*getattr(model, PLANS_ATTRIBUTE, ()), plan))
     return small.eval()
 
 
@@ -55,49 +59,88 @@ def build(model: nn.Module, plan: Plan) -> nn.Module:
     small = stripped_copy(model, to_meta=True, attributes=False)
     detach(small)
     restructure(small, plan)
-    dense = {**dict(model.named_parameters()), **dict(model.named_buffers()), **model.state_dict()}
-    dense = {name: tensor.detach() for name, tensor in dense.items()}
-    assign(small, small_state(plan, dense, small), dense)
+    assign(small, small_state(plan, tensors_of(model), small), model)
     return small
 
 
-def assign(small: nn.Module, state: dict[str, Tensor], dense: dict[str, Tensor]) -> None:
-    """Give the structure its tensors; buffers that no file holds are the dense model's."""
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, also those that no state dict holds."""
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def assign(small: nn.Module, state: dict[str, Tensor], model: nn.Module) -> None:
+    """Give the structure its tensors. Buffers that no file holds are the model's; parameters it shares stay shared."""
     small.load_state_dict(state, strict=False, assign=True)
+    dense = tensors_of(model)
     for name, buffer in list(small.named_buffers()):
         if buffer.is_meta:
             owner, _, leaf = name.rpartition(".")
             small.get_submodule(owner)._buffers[leaf] = dense[dense_name(name)].clone()
+    first_name: dict[int, str] = {}
+    parameters = dict(small.named_parameters(remove_duplicate=False))
+    new_name = {dense_name(name): name for name in parameters}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        twin = first_name.setdefault(id(parameter), name)
+        if twin != name and twin in new_name and name in new_name:
+            owner, _, leaf = new_name[name].rpartition(".")
+            setattr(small.get_submodule(owner), leaf, parameters[new_name[twin]])
     left = [name for name, tensor in (*small.named_parameters(), *small.named_buffers()) if tensor.is_meta]
     assert not left, f"tensors without values: {left}"
 
 
+def _without_unfillable(graph: ChannelGraph, decisions: Decisions, padding: Decisions) -> Decisions:
+    """Padding only where it can be cut off: not in channels that a module without an affine map adds to a stream."""
+    kept = decisions | padding
+    for writer in graph.writers:
+        module = graph.book.modules[writer.layer]
+        if getattr(module, "weight", None) is None or getattr(module, "bias", None) is None:
+            gates = writer.gates[writer.gates != ALWAYS_OPEN]
+            kept[gates] = decisions[gates]
+    return kept
+
+
 def _cut_padding(small: nn.Module, graph: ChannelGraph, kept: Decisions, decisions: Decisions) -> None:
-    """Zero the weights with which layers read channels that are there for their width only."""
+    """Zero the weights with which layers read, or add to a stream, channels that are there for their width only."""
     kept_atoms, open_atoms = graph.open_atoms(kept), graph.open_atoms(decisions)
     by_name = {dense_name(name): module for name, module in small.named_modules()}
+
+    def padded(atoms: Labels) -> Index:
+        left = atoms[kept_places(atoms, kept_atoms)]
+        return np.flatnonzero((left >= 0) & ~open_atoms[left])
+
     for usage in graph.book.usages:
-        if usage.mode == "whole" or usage.reads is None or usage.layer not in by_name:
+        module = by_name.get(usage.layer)
+        if usage.mode == "whole" or usage.reads is None or module is None:
             continue
-        atoms = usage.reads[kept_places(usage.reads, kept_atoms)]
-        places = np.flatnonzero((atoms >= 0) & ~open_atoms[atoms])
-        weight = getattr(by_name[usage.layer], "weight", None)
-        if len(places) and isinstance(weight, Tensor):
+        rule = rule_for(module)
+        if len(places := padded(usage.reads)) and isinstance(rule, Mixing):
+            rule.cut_inputs(module, places)
+    for port in graph.book.write_ports.values():
+        module = by_name.get(port.module)
+        if module is not None and len(places := padded(port.atoms)):
             with torch.no_grad():
-                per_group = weight.shape[1]
-                weight[:, torch.from_numpy(np.unique(places % per_group))] = 0
+                for tensor in (module.weight, module.bias):
+                    assert isinstance(tensor, Tensor)
+                    tensor[torch.from_numpy(places)] = 0
 
 
 def _fold(small: nn.Module, graph: ChannelGraph, plan: Plan) -> list[tuple[str, str]]:
     """Make each convolution and the BatchNorm behind it one layer."""
     by_name = {dense_name(name): name for name, _ in small.named_modules()}
     users = graph.trace.users()
+    outputs = {value.index for value in graph.trace.outputs}
     folded = []
     for call in graph.trace.calls:
         readers = users.get(call.outputs[0].index, []) if call.layer and len(call.outputs) == 1 else []
         if len(readers) != 1 or readers[0].layer is None or {call.layer, readers[0].layer} & set(plan.replace):
             continue
         names = (str(call.layer), readers[0].layer)
+        if call.outputs[0].index in outputs or not _same_channels(graph, *names):
+            continue
         if any(graph.trace.layer_calls[name] != 1 or name not in by_name for name in names):
             continue
         if {names[0]} & set(plan.behind) or {names[1]} & set(plan.before):
@@ -109,6 +152,12 @@ def _fold(small: nn.Module, graph: ChannelGraph, plan: Plan) -> list[tuple[str, 
             setattr(small.get_submodule(owner), leaf, nn.Identity())
             folded.append(names)
     return folded
+
+
+def _same_channels(graph: ChannelGraph, layer: str, norm: str) -> bool:
+    """Whether the norm's channels are the layer's, and not another dimension of its output."""
+    made, read = graph.book.sizes.get(layer, (None, None))[1], graph.book.sizes.get(norm, (None, None))[0]
+    return made is not None and read is not None and np.array_equal(made, read)
 
 
 def _fold_pair(layer: Any, norm: _BatchNorm) -> None:
@@ -145,7 +194,14 @@ def check_same(
     args, kwargs = as_arguments(random_like(example_input))
     with torch.no_grad():
         expected = tensors_in(gated(*args, **kwargs))
-        found = tensors_in(small(*args, **kwargs))
+        try:
+            found = tensors_in(small(*args, **kwargs))
+        except Exception as error:
+            raise ShrinkMismatch(
+                f"the shrunk network does not run: {type(error).__name__} in {where_it_stopped(small, args, kwargs)}: "
+                f"{error}. Its forward code, or a rule that was registered, does not fit fewer channels: "
+                "freeze that layer (frozen=[…]), or mend the rule"
+            ) from error
     worst = max((difference(a, b) for a, b in zip(expected, found, strict=True)), default=0.0)
     tolerance = max(TOLERANCE.get(tensor.dtype, 1e-4) for tensor in expected)
     if not worst <= tolerance:
@@ -155,6 +211,26 @@ def check_same(
             f"first at {layer}. Freeze that layer (frozen=[…]) and report the model"
         )
     return worst
+
+
+def where_it_stopped(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The innermost module that was running when a forward pass failed."""
+    running: list[str] = []
+    handles = []
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        with torch.no_grad(), contextlib.suppress(Exception):
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f"`{dense_name(running[-1])}`" if running and running[-1] else "the model's own forward"
 
 
 def difference(expected: Tensor, found: Tensor) -> float:
