@@ -64,9 +64,11 @@ def test_the_ten_lines_of_the_readme() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_gated_model_is_in_the_mode_of_its_model(training: bool) -> None:
-    gated = headgate.gate(resnet().train(training), randn(2, *X))
-    assert {module.training for module in gated.modules()} == {training}
+def test_a_gated_model_is_ready_to_be_trained_whatever_the_mode_of_its_model(training: bool) -> None:
+    model = resnet().train(training)
+    gated = headgate.gate(model, randn(2, *X))
+    assert {module.training for module in gated.modules()} == {True}
+    assert model.training == training
 
 
 def test_gates_are_sampled_in_training_and_decided_in_use() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import headgate
 from headgate.models.cifar_resnet import CifarResNet
 from tests.networks import NETWORKS, conv, example
-from tests.oracle import Net, decide_, randn, randomize_, same
+from tests.oracle import Net, decide_, difference, randn, randomize_, same
 
 X = (3, 8, 8)
 
@@ -145,7 +145,7 @@ def test_a_transposed_weight_is_not_taken_for_the_same(path: Path) -> None:
 
     model = make()
     headgate.save(model, path)
-    assert same(model(randn(3, 4)), headgate.load(path, make())(randn(3, 4)))
+    assert difference(model(randn(3, 4)), headgate.load(path, make())(randn(3, 4))) < 1e-6
 
 
 def test_buffers_that_are_not_saved_come_from_the_fresh_model(path: Path) -> None:

@@ -420,6 +420,7 @@ def gate(
         stripped_copy(model, to_meta=False), graph, example_input, share, loss, budget, gates.to(device), rates
     )
     gated.frozen_names = tuple(settings.frozen)
+    gated.train()
     graph.book.modules = dict(gated.model.named_modules())  # the copy's: the user's model is not kept alive
     floor = gated.cost.decided_macs(least_decisions(graph, np.full(graph.gate_count, 0.5)))
     if floor > share * graph.dense_macs:

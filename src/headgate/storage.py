@@ -6,8 +6,6 @@ traced. A gated one is gated again with the same settings. Knows models and plan
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,11 +16,10 @@ from torch import Tensor, nn
 from headgate.errors import FileError, HeadgateError
 from headgate.gated import GatedModel, gate
 from headgate.gates.budget import Budget
-from headgate.graph.plan import Plan, restructure
-from headgate.graph.relayout import dense_name
+from headgate.graph.plan import Plan, fingerprint, restructure
 from headgate.graph.trace import stripped_copy, tensors_in
 from headgate.inference.files import read, write
-from headgate.inference.shrink import PLANS_ATTRIBUTE, assign
+from headgate.inference.shrink import ORIGIN_ATTRIBUTE, PLANS_ATTRIBUTE, assign
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -36,6 +33,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         tensors,
         {
             "kind": "network",
+            "architecture": getattr(model, ORIGIN_ATTRIBUTE, None) or fingerprint(model),
             "plans": [plan.to_json() for plan in plans],
             "aliases": aliases,
             "class": type(model).__name__,
@@ -50,6 +48,8 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     tensors, description = read(path)
     if description.get("kind") == "gated":
         return _load_gated(path, tensors, description, model)
+    if fingerprint(model) != description.get("architecture"):
+        raise _other_model(path, description, model, "its tensors have other names or shapes")
     try:
         plans = tuple(Plan.from_json(entry) for entry in description["plans"])
         small = stripped_copy(model, to_meta=True, attributes=False)
@@ -63,6 +63,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         raise _other_model(path, description, model, wrong)
     assign(small, tensors, model)
     setattr(small, PLANS_ATTRIBUTE, plans)
+    setattr(small, ORIGIN_ATTRIBUTE, description["architecture"])
     return small.eval()
 
 
@@ -88,11 +89,11 @@ def _without_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     """Tensors, each once, and the other names of those that several modules share."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             continue
-        key = (tensor.data_ptr(), tuple(tensor.shape))
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if tensor.numel() and key in seen:
             aliases[name] = seen[key]
         else:
@@ -112,7 +113,7 @@ def _save_gated(model: GatedModel, path: str | os.PathLike[str]) -> None:
     relaxation = model.gates.relaxation
     description = {
         "kind": "gated", "class": type(model.model).__name__, "aliases": aliases,
-        "architecture": _fingerprint(model.model),
+        "architecture": fingerprint(model.model),
         "gate": {
             "granularity": graph.granularity, "stream": graph.stream, "target": model.target, "loss": model.loss,
             "frozen": list(model.frozen_names), "temperature": relaxation.temperature, "hard": relaxation.hard,
@@ -125,15 +126,10 @@ def _save_gated(model: GatedModel, path: str | os.PathLike[str]) -> None:
     write(path, tensors, description)
 
 
-def _fingerprint(model: nn.Module) -> str:
-    shapes = {dense_name(name): list(tensor.shape) for name, tensor in model.state_dict().items()}
-    return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
-
-
 def _load_gated(
     path: str | os.PathLike[str], tensors: dict[str, Tensor], description: dict[str, Any], model: nn.Module
 ) -> GatedModel:
-    if _fingerprint(model) != description["architecture"]:
+    if fingerprint(model) != description["architecture"]:
         raise _other_model(path, description, model, "its tensors have other names or shapes")
     example = torch.zeros(description["example"]["shape"], dtype=getattr(torch, description["example"]["dtype"]))
     example = example.to(next(model.parameters()).device)

@@ -72,6 +72,10 @@ class LayerBook(ChannelBook):
         """
         raise NotImplementedError
 
+    def repeats(self, call: Call) -> int:
+        """How often one call counts in the batch's cost: what does not depend on the images, once for each of them."""
+        raise NotImplementedError
+
     def batch_axis(self, value: Value) -> int:
         """The dimension of a value that runs over images (or over images times something else)."""
         raise NotImplementedError
@@ -133,8 +137,8 @@ class Mixing(LayerRule):
         mode = self._tie_groups(call, module, book, reads, writes)
         batch_axis = book.batch_axis(given)
         usage = Usage(
-            call.layer, type(module).__name__, reads, writes, self.macs(call, module), mode, self._groups(module),
-            self.axis, batch_axis, made.shape,
+            call.layer, type(module).__name__, reads, writes, self.macs(call, module) * book.repeats(call), mode,
+            self._groups(module), self.axis, batch_axis, made.shape,
         )  # fmt: skip
         book.use(usage)
         book.resize(call.layer, reads, writes)

@@ -8,6 +8,8 @@ Knows graphs and modules, nothing of probabilities, training or files.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +93,16 @@ class Plan:
             replace={name: dict(entry) for name, entry in data["replace"].items()},
             folded=[(str(conv), str(norm)) for conv, norm in data["folded"]],
         )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of an architecture: the names and shapes of its tensors."""
+    shapes = {
+        dense_name(name): list(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor)
+    }
+    return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
 
 
 def make_plan(graph: ChannelGraph, decisions: Decisions, dead: tuple[int, ...] = ()) -> Plan:

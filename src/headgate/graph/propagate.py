@@ -114,7 +114,7 @@ class Book(LayerBook):
 
     def spend(self, place: str, macs: int, call: Call) -> None:
         """Count multiply-adds of what is not a mixing layer."""
-        self.other_macs[place] = self.other_macs.get(place, 0) + macs
+        self.other_macs[place] = self.other_macs.get(place, 0) + macs * self.repeats(call)
         self.macs_calls.setdefault(place, []).append(call)
 
     def relaid(self, call: Call) -> MaybeLabels:
@@ -122,6 +122,10 @@ class Book(LayerBook):
         for value in call.inputs:
             self.freeze(self.labels_of(value), f"{call.title} was put there by an earlier shrink")
         return None
+
+    def repeats(self, call: Call) -> int:
+        """What is computed once for a whole batch is dear for a batch of one: it counts in full for every image."""
+        return 1 if any(value.from_input for value in call.inputs) else self.trace.batch_size
 
     def batch_axis(self, value: Value) -> int:
         """The first dimension that is a multiple of the number of images; 0 if there is none."""

@@ -23,13 +23,15 @@ from headgate.gates.draws import detach
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Decisions
 from headgate.graph.labels import Labels
 from headgate.graph.layer_rules import Index, Mixing, rule_for
-from headgate.graph.plan import Plan, make_plan, restructure, small_state
+from headgate.graph.plan import Plan, fingerprint, make_plan, restructure, small_state
 from headgate.graph.propagate import kept_places
 from headgate.graph.relayout import dense_name
 from headgate.graph.trace import as_arguments, stripped_copy, tensors_in
 
 PLANS_ATTRIBUTE = "headgate_plans"
 """Where a shrunk network keeps the plans that made it from the dense one, in order."""
+ORIGIN_ATTRIBUTE = "headgate_origin"
+"""Where it keeps the fingerprint of that dense network."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
@@ -51,6 +53,7 @@ def shrink(
     if fold_batchnorm:
         plan.folded = _fold(small, graph, plan)
     setattr(small, PLANS_ATTRIBUTE, (*getattr(model, PLANS_ATTRIBUTE, ()), plan))
+    setattr(small, ORIGIN_ATTRIBUTE, getattr(model, ORIGIN_ATTRIBUTE, None) or fingerprint(model))
     return small.eval()
 
 
