@@ -146,7 +146,7 @@ def _store(store: Path, key: str, row: Row) -> None:
 
 def _key(side: str, name: str, options: Namespace) -> str:
     source = _source_fingerprint() if side == "headgate" else "1.6.1"
-    return f"{side} {name} seed {options.seed} threads {options.threads} source {source}"
+    return f"{side} {name} seed {options.seed} source {source}"
 
 
 def _source_fingerprint() -> str:

@@ -58,6 +58,34 @@ def test_closed_layers_are_gone_with_whole_branches(stream: str) -> None:
     assert difference(gated(randn(3, *X)), small(randn(3, *X))) < 1e-5
 
 
+def block_in_a_branch(**options: Any) -> headgate.GatedModel:
+    """A residual block whose result is itself added to something."""
+    model = Net(
+        lambda n, x: pooled(n, n.block(s := F.relu(n.stem(x))) + n.side(s)),
+        stem=conv(3, 16), block=Block(16, 16), side=conv(16, 16, 1), head=head(16),
+    )  # fmt: skip
+    return headgate.gate(randomize_(model.eval()), randn(2, *X), **{"target": 1.0, **options}).eval()
+
+
+@pytest.mark.parametrize("stream", ["shared", "indexed"])
+def test_a_dead_block_inside_a_branch_takes_only_itself(stream: str) -> None:
+    gated = close_(block_in_a_branch(stream=stream), "block.conv1")
+    x = randn(3, *X)
+    stem = F.relu(gated.model.stem(x))
+    by_hand = gated.model.head((F.relu(stem) + gated.model.side(stem)).mean((2, 3)))
+    assert difference(by_hand, gated(x)) < 1e-5
+    assert difference(by_hand, gated.shrink()(x)) < 1e-5
+    assert gated.macs() == gated.dense_macs - 2 * 64 * 16 * 16 * 9
+
+
+@pytest.mark.parametrize("stream", ["shared", "indexed"])
+def test_branches_inside_branches_can_all_be_gone(stream: str) -> None:
+    gated = block_in_a_branch(stream=stream, granularity="layer")
+    small = close_(gated, *gated.gate_probabilities()).shrink()
+    assert difference(gated(randn(3, *X)), small(randn(3, *X))) < 1e-5
+    assert gated.macs() == independent_macs(small, randn(1, *X))
+
+
 def test_a_mask_that_must_not_die_keeps_its_likeliest_gate() -> None:
     gated = residual()
     p = {name: torch.full_like(p, 0.1) for name, p in gated.gate_probabilities().items()}

@@ -129,6 +129,9 @@ def make_plan(graph: ChannelGraph, decisions: Decisions, dead: tuple[int, ...] =
     _plan_moves(graph, open_atoms, plan)
     for number in dead:
         _plan_removal(graph, number, open_atoms, plan)
+    gone = [name for name in plan.replace if any(name.startswith(outer + ".") for outer in plan.replace)]
+    for name in gone:  # what a larger removal takes along
+        del plan.replace[name]
     return plan
 
 

@@ -138,6 +138,9 @@ class Book(LayerBook):
         if labels is None or value.index not in self.cuts.stream_values or call.layer in self.cuts.whole_readers:
             return labels
         assert call.layer is not None
+        if self.trace.layer_calls[call.layer] > 1:
+            return labels  # one mask could not serve several inputs
+        self.freeze(labels, "is a stream that blocks index into")
         axis = int(np.argmax(labels.shape))
         atoms = self.fresh(("read", call.layer), value.shape[axis])
         self.read_ports[call.layer] = Port(call.layer, axis, atoms, self.batch_axis(value))

@@ -124,11 +124,12 @@ def _cut_padding(small: nn.Module, graph: ChannelGraph, kept: Decisions, decisio
             rule.cut_inputs(module, places)
     for port in graph.book.write_ports.values():
         module = by_name.get(port.module)
-        if module is not None and len(places := padded(port.atoms)):
+        affine = [getattr(module, name, None) for name in ("weight", "bias")]  # none where the branch was removed
+        if len(places := padded(port.atoms)):
             with torch.no_grad():
-                for tensor in (module.weight, module.bias):
-                    assert isinstance(tensor, Tensor)
-                    tensor[torch.from_numpy(places)] = 0
+                for tensor in affine:
+                    if isinstance(tensor, Tensor):
+                        tensor[torch.from_numpy(places)] = 0
 
 
 def _fold(small: nn.Module, graph: ChannelGraph, plan: Plan) -> list[tuple[str, str]]:
