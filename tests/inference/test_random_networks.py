@@ -196,11 +196,15 @@ FOUND: dict[str, Decided] = {
 }  # fmt: skip
 
 
-def check(program: list[Step], granularity: Any, stream: Any, open_share: float, round_to: int, fold: bool, seed: int) -> None:
+def check(
+    program: list[Step], granularity: Any, stream: Any, open_share: float, round_to: int, fold: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
     model = randomize_(Random(program).eval(), seed)
     try:
-        gated = headgate.gate(model, randn(2, 3, SIZE, SIZE, seed=seed), target=1.0, granularity=granularity, stream=stream)
+        gated = headgate.gate(
+            model, randn(2, 3, SIZE, SIZE, seed=seed), target=1.0, granularity=granularity, stream=stream
+        )
     except headgate.NothingToGate:
         return
     decide_(gated, open_share, seed)
@@ -218,7 +222,12 @@ def test_networks_that_once_failed(name: str) -> None:
 
 
 @settings(
-    max_examples=200, deadline=None, derandomize=True, database=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck)
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
 )
 @given(
     program=PROGRAMS, granularity=st.sampled_from(["channel", "channel", 2, 3, "layer"]), stream=st.sampled_from(["shared", "indexed"]),

@@ -40,7 +40,7 @@ from headgate.graph.library_rules import adopt_library_rules
 from headgate.graph.propagate import Book, StreamCuts, follow, walk
 from headgate.graph.rehearse import Failure, rehearse
 from headgate.graph.relayout import Relayout
-from headgate.graph.trace import Call
+from headgate.graph.trace import Call, Value
 
 StreamForm = Literal["shared", "indexed"]
 Frozen = list[tuple[Labels, str]]
@@ -360,7 +360,7 @@ class _Chains:
         self.atom_gate = atom_gate
         self.mask_of_gate = np.repeat(np.arange(len(masks)), [mask.size for mask in masks])
         self.usages = {usage.layer: usage for usage in book.usages}
-        self.layer_of_atom = {int(atoms[0]): owner[1] for owner, atoms in book.owners.items() if owner[0] == "layer"}
+        self.producers = {value.index: call for call in book.trace.calls for value in call.outputs}
         self.layers_at: dict[int, set[str]] = {}
         for usage in book.usages:
             for labels in (usage.reads, usage.writes):
@@ -388,7 +388,7 @@ class _Chains:
             return ()
         own = self._only_mask(labels.reshape(-1), inside)
         chain = [] if own is None else [own]
-        layer = self.layer_of_atom.get(int(labels.reshape(-1)[0]))
+        layer = self._source(branch.mask_value)
         while layer is not None and layer in inside:
             usage = self.usages[layer]
             number = self._only_mask(usage.reads, inside) if usage.mode != "whole" else None
@@ -398,6 +398,18 @@ class _Chains:
             feeding = [name for name in self.masks[number].layers if name != layer and self._mixes(name)]
             layer = feeding[0] if len(feeding) == 1 else None
         return tuple(chain)
+
+    def _source(self, value: Value) -> str | None:
+        """The mixing layer that alone makes a value: between them, nothing else comes in."""
+        while value.index in self.producers:
+            call = self.producers[value.index]
+            if call.layer is not None and self._mixes(call.layer):
+                return call.layer
+            live = [given for given in call.inputs if given.from_input]
+            if len(live) != 1:
+                return None
+            value = live[0]
+        return None
 
     def _mixes(self, layer: str) -> bool:
         return layer in self.usages and self.usages[layer].mode != "whole"

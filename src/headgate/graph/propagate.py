@@ -161,8 +161,8 @@ def walk(book: Book, trace: Trace) -> None:
     """Apply every call's rule, and cut the stream behind the modules that write to it."""
     leaving: dict[int, list[tuple[str, Value]]] = {}
     for span in trace.spans:
-        if span.name in book.cuts.writers and len(span.outputs) == 1:
-            leaving.setdefault(span.last, []).append((span.name, span.outputs[0]))
+        if dense_name(span.name) in book.cuts.writers and len(span.outputs) == 1:
+            leaving.setdefault(span.last, []).append((dense_name(span.name), span.outputs[0]))
     slot = 0
     for call in trace.calls:
         book.slots[call.index] = slot
