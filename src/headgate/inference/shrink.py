@@ -77,7 +77,10 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def assign(small: nn.Module, state: dict[str, Tensor], model: nn.Module) -> None:
     """Give the structure its tensors. Buffers that no file holds are the model's; parameters it shares stay shared."""
-    small.load_state_dict(state, strict=False, assign=True)
+    versioned = small.state_dict()  # some modules look at the version that comes with a state dict
+    versioned.clear()
+    versioned.update(state)
+    small.load_state_dict(versioned, strict=False, assign=True)
     dense = tensors_of(model)
     for name, buffer in list(small.named_buffers()):
         if buffer.is_meta:
