@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
+import signal
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,7 @@ def main() -> None:
 def _options() -> Namespace:
     made = parser(QUESTION, "tracing", MODELS)
     made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--peer-limit", type=int, default=60, help="seconds after which Torch-Pruning's run is given up")
     made.add_argument("--importance", choices=["magnitude", "random"], default="magnitude", help="Torch-Pruning's")
     return made.parse_args()
 
@@ -86,7 +89,8 @@ def _row(name: str, rounds: int, options: Namespace) -> Row:
     for side in ("headgate", "torch_pruning"):  # once untimed: what is only done the first time, and whether it works
         fresh_copy(side)
         try:
-            functions[side]()
+            with _alarm(options.peer_limit if side == "torch_pruning" else 0):
+                functions[side]()
         except Exception as error:
             if side == "headgate":
                 raise
@@ -96,6 +100,22 @@ def _row(name: str, rounds: int, options: Namespace) -> Row:
     dense_macs = independent_macs(model, x)
     row |= {f"{side}_fraction": round(independent_macs(small, x) / dense_macs, 4) for side, small in made.items()}
     return row | _seconds(timings)
+
+
+@contextmanager
+def _alarm(seconds: int) -> Iterator[None]:
+    """Give up after so many seconds (0: never)."""
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError(f"not done in {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _seconds(timings: dict[str, Timing]) -> Row:

@@ -89,18 +89,14 @@ class Channels(GateHook):
         self.board = board
         self.axis = reader.axis
         self.batch_axis = reader.batch_axis
-        gated = np.unique(reader.gates[reader.gates != ALWAYS_OPEN])
-        self.masks = [
-            i for i, mask in enumerate(graph.masks) if ((gated >= mask.first) & (gated < mask.gates.stop)).any()
-        ]
-        places = np.full(graph.gate_count + 1, -1)
-        start = 0
-        for number in self.masks:
-            mask = graph.masks[number]
-            places[mask.gates] = np.arange(start, start + mask.size)
-            start += mask.size
-        places[graph.gate_count] = start  # the column of ones
-        index = places[np.where(reader.gates == ALWAYS_OPEN, graph.gate_count, reader.gates)]
+        firsts = np.array([mask.first for mask in graph.masks])
+        gated = reader.gates != ALWAYS_OPEN
+        mask_of = np.searchsorted(firsts, reader.gates, side="right") - 1
+        self.masks: list[int] = np.unique(mask_of[gated]).tolist()
+        widths = [graph.masks[number].size for number in self.masks]
+        starts = np.cumsum([0, *widths])  # where each mask begins in the row of these masks; last, the column of ones
+        rank = np.searchsorted(self.masks, mask_of)
+        index = np.where(gated, starts[rank] + reader.gates - firsts[mask_of], starts[-1])
         straight = len(self.masks) == 1 and np.array_equal(index, np.arange(graph.masks[self.masks[0]].size))
         self.index: Tensor | None = None if straight else torch.from_numpy(index)
         self.has_open = bool((reader.gates == ALWAYS_OPEN).any())

@@ -333,10 +333,13 @@ def _writers(book: Book, atom_gate: NDArray[np.int64]) -> tuple[Reader, ...]:
 
 def _reasons(book: Book, classes: Classes, atom_gate: NDArray[np.int64], settings: Settings) -> dict[str, str]:
     reasons: dict[str, str] = {}
+    explained = np.zeros(book.atom_count, bool)
+    explained[list(classes.reasons)] = True
     for usage in book.usages:
         if (atom_gate[usage.writes] == ALWAYS_OPEN).all():
-            known = (classes.reasons.get(int(root)) for root in classes.of_atom[usage.writes])
-            reasons[usage.layer] = next((reason for reason in known if reason), "gates are on whole branches")
+            roots = classes.of_atom[usage.writes]
+            known = roots[explained[roots]]
+            reasons[usage.layer] = classes.reasons[int(known[0])] if known.size else "gates are on whole branches"
     for place in book.other_macs:
         reasons.setdefault(place, "operators and attention have no channel rule")
     return reasons

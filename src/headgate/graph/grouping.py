@@ -177,7 +177,8 @@ def make_masks(book: Book, classes: Classes, granularity: Granularity) -> tuple[
     free[list(classes.reasons)] = False
     owned = np.flatnonzero((number_of >= 0) & free[classes.of_atom])
     # one row for each pair of a class and an owner; classes with equal sets of owners get equal fingerprints
-    pairs, widths = np.unique(np.stack([classes.of_atom[owned], number_of[owned]]), axis=1, return_counts=True)
+    keys, widths = np.unique(classes.of_atom[owned] * len(owners) + number_of[owned], return_counts=True)
+    pairs = np.stack(np.divmod(keys, max(len(owners), 1)))
     roots, first_pair = np.unique(pairs[0], return_index=True)
     weights = np.random.default_rng(0).integers(1, 2**62, len(owners))
     fingerprint = np.add.reduceat(weights[pairs[1]], first_pair) if len(roots) else np.zeros(0, np.int64)

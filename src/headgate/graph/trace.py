@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -144,6 +144,10 @@ def as_arguments(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors of a nest of tuples, lists, dicts and named tuples, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
+        return list(tree)
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
@@ -169,12 +173,18 @@ def stripped_copy(model: nn.Module, *, to_meta: bool, attributes: bool = True) -
             if isinstance(tensor, nn.Parameter):
                 data = nn.Parameter(data, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = data
+    for module in model.modules():  # every module holds a dozen empty tables of hooks, which deepcopy is slow at
+        memo.update((id(table), type(table)()) for table in vars(module).values() if _is_table(table) and not table)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise ModelError(
             f"the model can't be copied ({type(error).__name__}: {error}): remove what deepcopy rejects"
         ) from error
+
+
+def _is_table(value: Any) -> bool:
+    return type(value) in (dict, OrderedDict, set)
 
 
 def _loose_tensors(model: nn.Module) -> Iterator[Tensor]:
