@@ -11,6 +11,7 @@ PACKAGE = Path(next(iter(headgate.__path__)))
 CORE = ["errors", "graph", "gates", "inference", "gated", "storage", "training"]
 BELOW = {layer: set(CORE[:height]) for height, layer in enumerate(CORE)}
 BELOW |= {"models": {"errors", "graph"}, "data": {"errors"}, "analysis": {"errors"}}  # siblings, blind to each other
+BELOW["training"] |= {"models", "data", "analysis"}
 BELOW["__init__"] = set(BELOW)
 BELOW["demo"] = set(BELOW)
 BELOW["cli"] = set(BELOW)

@@ -26,7 +26,7 @@ from headgate.gated import gate
 from headgate.gates.budget import Budget
 from headgate.graph.macs import count_macs
 from headgate.inference.export import export_onnx
-from headgate.models.cifar_resnet import CifarResNet
+from headgate.models.cifar_resnet import digits_resnet
 from headgate.storage import load, save
 
 IMAGE_SIZE = 16
@@ -42,11 +42,6 @@ class Schedule:
 
     dense: int = 6
     gates: int = 12
-
-
-def make_model() -> nn.Module:
-    """The architecture of the demo: a fresh, dense network."""
-    return CifarResNet(blocks_per_stage=1, in_channels=1, width=32)
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
@@ -90,7 +85,7 @@ def run(out: Path, *, seed: int = 0, quick: bool = False) -> None:
     loader = DataLoader(training, BATCH_SIZE, shuffle=True, drop_last=True)
     example = torch.zeros(1, 1, IMAGE_SIZE, IMAGE_SIZE)
     started = time.perf_counter()
-    model = make_model()
+    model = digits_resnet()
     with _progress(console) as bars:
         show = _bar(bars, "train the dense network", schedule.dense)
         train(
@@ -120,7 +115,7 @@ def run(out: Path, *, seed: int = 0, quick: bool = False) -> None:
         save(model, out / "dense.safetensors")
         save(gated, out / "gated.safetensors")
         save(small, out / "small.safetensors")
-        small = load(out / "small.safetensors", make_model())
+        small = load(out / "small.safetensors", digits_resnet())
         export_onnx(model, example, out / "dense.onnx")
         export_onnx(small, example, out / "small.onnx")
         show("done")

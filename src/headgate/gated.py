@@ -128,12 +128,13 @@ class GatedModel(nn.Module):
         """The 0/1 decisions of the strategy in force, all masks alive that must be."""
         if self._strategy.name == "always_on":
             return np.ones(self.graph.gate_count, bool)
-        probabilities = self._probabilities()
         if self._strategy.name == "calibrated":
-            decisions = self.decisions.cpu().numpy()  # type: ignore[operator]
-        else:
-            decisions = probabilities > self._strategy.tau
-        least = least_decisions(self.graph, probabilities)
+            return self._kept_alive(self.decisions.cpu().numpy())  # type: ignore[operator]
+        return self._kept_alive(self._probabilities() > self._strategy.tau)
+
+    def _kept_alive(self, decisions: np.ndarray) -> np.ndarray:
+        """The decisions, and the likeliest gate of every mask that would die and must not."""
+        least = least_decisions(self.graph, self._probabilities())
         for mask in self.graph.masks:
             if not mask.may_die and not decisions[mask.gates].any():
                 decisions = decisions.copy()
@@ -183,6 +184,10 @@ class GatedModel(nn.Module):
             else:
                 self._macs = float(self.cost.macs_B(self._last).detach().double().mean()) * self.dense_macs
         return self._macs
+
+    def thresholded_macs(self, tau: float = 0.5) -> int:
+        """Multiply-adds an image if the gates were decided now, by their probabilities alone."""
+        return self.cost.decided_macs(self._kept_alive(self._probabilities() > tau))
 
     def cost_loss(self) -> Tensor:
         """The scalar to add to the task loss, for the forward pass just done."""

@@ -86,7 +86,7 @@ def write_record(
         text = _layout(dataclasses.asdict(record))
     except ValueError as error:
         raise HeadgateError(f"the results for {path.name} hold NaN or infinity: store None and say why") from error
-    _write_atomically(path, text + "\n")
+    write_text(path, text + "\n")
     return record
 
 
@@ -190,7 +190,8 @@ def _without_machine(argument: str) -> str:
     return option + equals + (Path(value).name if os.path.isabs(value) else value)
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file, or leave the old one: a crash never leaves half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -52,6 +52,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
     try:
         save_file(kept, scratch, metadata=header)
         os.chmod(scratch, 0o644)
+        _to_disk(scratch)
         os.replace(scratch, path)
     except (OSError, SafetensorError) as error:
         raise FileError(
@@ -60,6 +61,21 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
     finally:
         if os.path.exists(scratch):
             os.unlink(scratch)
+
+
+def _to_disk(path: str) -> None:
+    """Whoever finds the new name after a power cut finds all of the file."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_scratch(path: Path) -> None:
+    """Remove what writers of this file left behind when they were killed."""
+    for left in path.parent.glob(f".{path.name}.*"):
+        left.unlink(missing_ok=True)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:

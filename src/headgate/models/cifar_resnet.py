@@ -23,6 +23,7 @@ __all__ = [
     "cifar_resnet44",
     "cifar_resnet56",
     "cifar_resnet110",
+    "digits_resnet",
 ]
 
 
@@ -105,6 +106,11 @@ def cifar_resnet56(num_classes: int = 10, in_channels: int = 3) -> CifarResNet:
 
 def cifar_resnet110(num_classes: int = 10, in_channels: int = 3) -> CifarResNet:
     return CifarResNet(18, num_classes, in_channels)
+
+
+def digits_resnet() -> CifarResNet:
+    """A small wide one for the embedded digits (one channel, 16×16)."""
+    return CifarResNet(1, in_channels=1, width=32)
 
 
 def _stage(blocks: int, in_channels: int, out_channels: int, stride: int) -> nn.Sequential:

@@ -8,9 +8,10 @@
 ``path/to/file.py:make``    what ``make()`` in that file returns
 =========================== ==========================================================
 
-Models come with random weights, in train mode, on the CPU; weights are only ever read from a safetensors file. Nothing
-is downloaded. Mistakes in a name are ModelErrors that say what to write instead; an exception raised by the user's own
-file passes through. This module knows nothing of gates, of data or of the command line.
+Models come with random weights, in train mode, on the CPU; weights are read from a safetensors file. Nothing is
+downloaded, unless `pretrained` asks torchvision or timm for its weights. Mistakes in a name are ModelErrors that say
+what to write instead; an exception raised by the user's own file passes through. This module knows nothing of gates, of
+data or of the command line.
 """
 
 import difflib
@@ -39,6 +40,7 @@ __all__ = ["NamedModel", "build", "example_input", "load_named"]
 Shape = tuple[int, ...]
 
 CIFAR_SHAPE: Shape = (1, 3, 32, 32)
+DIGITS_SHAPE: Shape = (1, 1, 16, 16)
 TORCHVISION_SHAPE: Shape = (1, 3, 224, 224)
 # The others accept 224×224, and those that fix a size in their constructor fix that one.
 TORCHVISION_OTHER_SHAPES: dict[str, Shape] = {"inception_v3": (1, 3, 299, 299)}
@@ -46,7 +48,7 @@ TORCHVISION_OTHER_SHAPES: dict[str, Shape] = {"inception_v3": (1, 3, 299, 299)}
 TORCHVISION_OPTIONS = {name: {"init_weights": False} for name in ("googlenet", "inception_v3")}
 
 HEADGATE_MODELS: dict[str, Callable[[], nn.Module]] = {
-    name: getattr(cifar_resnet, name) for name in cifar_resnet.__all__ if name.startswith("cifar_resnet")
+    name: getattr(cifar_resnet, name) for name in cifar_resnet.__all__ if name.startswith(("cifar_", "digits_"))
 }
 
 
@@ -65,20 +67,40 @@ class _Blueprint:
 
     build: Callable[[], nn.Module]
     input_shape: Shape | None
+    build_pretrained: Callable[[], nn.Module] | None = None
 
 
-def load_named(name: str, input_shape: Sequence[int] | None = None, weights: str | Path | None = None) -> NamedModel:
+def load_named(
+    name: str,
+    input_shape: Sequence[int] | None = None,
+    weights: str | Path | None = None,
+    *,
+    pretrained: bool = False,
+) -> NamedModel:
     """Builds the model called ``name``.
 
     ``input_shape`` includes the batch axis, as in ``(1, 3, 32, 32)``, and replaces the model's own;
-    ``weights`` is a safetensors file with exactly the model's state dict.
+    ``weights`` is a safetensors file with exactly the model's state dict; ``pretrained`` takes the weights that
+    torchvision (its first ImageNet set) or timm offers.
     """
     blueprint = _resolve(name)
     x = _make_input(name, blueprint.input_shape if input_shape is None else input_shape)
-    model = blueprint.build()
+    model = _build_pretrained(name, blueprint) if pretrained else blueprint.build()
     if weights is not None:
         _load_weights_(model, name, Path(weights))
     return NamedModel(name, model, x)
+
+
+def _build_pretrained(name: str, blueprint: _Blueprint) -> nn.Module:
+    if blueprint.build_pretrained is None:
+        raise ModelError(f'"{name}" has no pretrained weights to ask for: give a safetensors file, or none')
+    try:
+        return blueprint.build_pretrained()
+    except (OSError, RuntimeError) as error:
+        raise ModelError(
+            f'the pretrained weights of "{name}" can\'t be fetched ({shorten(str(error), 200)}): '
+            "download them elsewhere and give a safetensors file"
+        ) from error
 
 
 def build(name: str) -> nn.Module:
@@ -140,7 +162,9 @@ def _from_headgate(name: str, architecture: str) -> _Blueprint:
     if architecture not in HEADGATE_MODELS:
         elsewhere = [] if ":" in name else _sources_that_have(architecture)
         raise ModelError(_unknown(name, architecture, list(HEADGATE_MODELS), elsewhere))
-    return _Blueprint(HEADGATE_MODELS[architecture], CIFAR_SHAPE)
+    return _Blueprint(
+        HEADGATE_MODELS[architecture], DIGITS_SHAPE if architecture.startswith("digits_") else CIFAR_SHAPE
+    )
 
 
 def _from_torchvision(name: str, architecture: str) -> _Blueprint:
@@ -152,6 +176,7 @@ def _from_torchvision(name: str, architecture: str) -> _Blueprint:
     return _Blueprint(
         lambda: _module(name, models.get_model(architecture, weights=None, **options)),
         TORCHVISION_OTHER_SHAPES.get(architecture, TORCHVISION_SHAPE),
+        lambda: _module(name, models.get_model(architecture, weights="IMAGENET1K_V1")),
     )
 
 
@@ -164,6 +189,7 @@ def _from_timm(name: str, architecture: str) -> _Blueprint:
     return _Blueprint(
         lambda: _module(name, timm.create_model(architecture, pretrained=False)),
         None if config is None else (1, *config.input_size),
+        lambda: _module(name, timm.create_model(architecture, pretrained=True)),
     )
 
 

@@ -1,63 +1,18 @@
-"""The command line: `headgate inspect`, `headgate demo`.
-
-Only arguments, tables and messages; all that computes is below. A mistake of the user ends in one line that says where
-and what to do, and exit code 1. Nobody imports this module.
-"""
+"""`headgate inspect`: every layer of a model, what it costs, and whether its channels can be gated."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from headgate import __version__
+from headgate.cli.common import console, friendly_errors, print_json
 from headgate.errors import HeadgateError
 from headgate.gated import inspect as inspect_model
 from headgate.graph.grouping import ChannelGraph, Granularity
 from headgate.graph.table import as_json, layer_rows
 from headgate.models.names import load_named
-
-WIDE = 160
-"""Columns where there is no terminal to tell its width."""
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Learn which channels of a network are worth computing, and do not compute the others.",
-)
-
-
-@contextmanager
-def friendly_errors() -> Iterator[None]:
-    """Turn the user's mistakes into one line and exit code 1."""
-    try:
-        yield
-    except HeadgateError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]headgate:[/] {error}", highlight=False, markup=True)
-        raise typer.Exit(1) from error
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"headgate {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Learn which channels of a network are worth computing, and do not compute the others."""
 
 
 def _granularity(text: str) -> Granularity:
@@ -74,7 +29,6 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
     return sizes if len(sizes) != 3 else (1, *sizes)
 
 
-@app.command()
 def inspect(
     model: Annotated[
         str, typer.Argument(help="torchvision:resnet50, timm:regnetx_002, headgate:cifar_resnet56, or path.py:function")
@@ -98,14 +52,13 @@ def inspect(
             stream=stream,  # type: ignore[arg-type]
         )
     if as_json_text:
-        json.dump(as_json(graph, model), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        print_json(as_json(graph, model))
     else:
         _print_table(model, graph)
 
 
 def _print_table(name: str, graph: ChannelGraph) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    screen = console()
     table = Table(title=f"{name}: {graph.dense_macs:,} MACs an image", title_justify="left")
     table.add_column("layer", no_wrap=True)
     table.add_column("type", no_wrap=True)
@@ -116,26 +69,9 @@ def _print_table(name: str, graph: ChannelGraph) -> None:
         shape = "×".join(map(str, row.out_shape[1:]))
         note = ", ".join(row.masks_out) if row.masks_out else f"[dim]{row.reason or 'nothing to gate'}[/]"
         table.add_row(row.name, row.kind, shape, f"{row.macs:,}", f"{row.share:.1%}", str(row.gates_out or "–"), note)
-    console.print(table)
-    console.print(
+    screen.print(table)
+    screen.print(
         f"{graph.gate_count:,} gates in {len(graph.masks)} masks; "
         f"{graph.gateable_fraction:.1%} of the MACs are in layers with gates; "
         f"{len(graph.branches)} branches can be removed whole."
     )
-
-
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the shrunk network and its ONNX twin.")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    quick: Annotated[bool, typer.Option(help="One epoch of everything: does it run?")] = False,
-) -> None:
-    """Train a small network on the embedded digits, gate it to half its MACs, shrink it, and compare."""
-    from headgate.demo import run
-
-    with friendly_errors():
-        run(out, seed=seed, quick=quick)
-
-
-if __name__ == "__main__":
-    app()

@@ -1,0 +1,102 @@
+"""`headgate evaluate`, `headgate shrink`, `headgate bench`: what can be asked of a run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headgate.cli.common import console, friendly_errors, print_json, print_table
+from headgate.errors import HeadgateError
+
+RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def evaluate(
+    run: RunFolder,
+    strategy: Annotated[
+        str | None, typer.Option(help="threshold, calibrated, sample, always_on or ensemble (default: all networks).")
+    ] = None,
+    tau: Annotated[float, typer.Option(help="For the threshold strategy.")] = 0.5,
+    runs: Annotated[int, typer.Option(help="For ensembles: sampled runs.")] = 5,
+    combine: Annotated[str, typer.Option(help="For ensembles: mean or vote.")] = "mean",
+    seed: Annotated[int, typer.Option(help="For sampled strategies.")] = 0,
+    sweep: Annotated[bool, typer.Option("--sweep", help="A table over tau.")] = False,
+    data_dir: Annotated[str | None, typer.Option(help="Where the data is, if not where it was.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Accuracy and MACs of a run's networks, or of its gated network under another strategy."""
+    from headgate.training import ask
+
+    with friendly_errors():
+        known: dict[str, dict[str, Any]] = {
+            "threshold": {"tau": tau}, "sample": {"seed": seed},
+            "ensemble": {"runs": runs, "combine": combine, "seed": seed},
+        }  # fmt: skip
+        rows = ask.evaluate(run, strategy, known.get(strategy or "", {}), sweep=sweep, data_dir=data_dir)
+    if as_json:
+        print_json(rows)
+    else:
+        cells = [
+            [row["network"], f"{row['accuracy']:.2%}", f"{row['macs']:,.0f}", f"{row['macs_fraction']:.2%}"]
+            for row in rows
+        ]
+        print_table(
+            f"{run}: {rows[0]['measured_on']} images" if rows else str(run),
+            ["network", "accuracy", "MACs", "of dense"],
+            cells,
+        )
+
+
+def shrink(
+    run: RunFolder,
+    out: Annotated[Path | None, typer.Option(help="Where to write the shrunk network (.safetensors).")] = None,
+    onnx: Annotated[Path | None, typer.Option(help="Also write an ONNX file.")] = None,
+    round_to: Annotated[
+        int, typer.Option(help="Widths that are multiples of this (from the gated network, untuned).")
+    ] = 1,
+    fold_batchnorm: Annotated[bool, typer.Option("--fold-batchnorm", help="Fold BatchNorm into convolutions.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the smaller network of a run: safetensors, and ONNX on request."""
+    from headgate.training import ask
+
+    with friendly_errors():
+        made = ask.shrink(run, out, onnx, round_to=round_to, fold_batchnorm=fold_batchnorm)
+    if as_json:
+        print_json(made)
+        return
+    rows = [[name, str(made[name]["macs"]), str(made[name]["parameters"])] for name in ("dense", "shrunk")]
+    print_table(str(run), ["network", "MACs", "parameters"], rows)
+    for file in made["files"]:
+        console().print(f"wrote {file}")
+
+
+def bench(
+    run: RunFolder,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch sizes (default: 1 and 32).")] = None,
+    threads: Annotated[int, typer.Option(help="Threads; 0: as many as torch takes.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Milliseconds of the dense and the shrunk network, in PyTorch and (if installed) ONNX Runtime."""
+    from headgate.training import ask
+
+    with friendly_errors():
+        if rounds < 1 or any(size < 1 for size in batch or ()):
+            raise HeadgateError("bench needs at least one round and batches of at least one image")
+        rows = ask.bench(run, tuple(batch or (1, 32)), threads, rounds)
+    if as_json:
+        print_json(rows)
+        return
+    cells = [
+        [
+            row["engine"], str(row["batch"]), f"{row['dense_ms']:.2f}", f"{row['shrunk_ms']:.2f}",
+            f"{row['speed_up']:.2f} ± {row['spread']:.2f}", f"{row['macs_ratio']:.2f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    columns = ["engine", "batch", "dense ms", "shrunk ms", "times as fast", "fewer MACs"]
+    print_table(f"{run}: median of {rounds} interleaved rounds", columns, cells)

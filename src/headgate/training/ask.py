@@ -1,0 +1,183 @@
+"""What can be asked of a run that has come to its end: accuracy, files, milliseconds.
+
+Each answer is plain data, for a table or for JSON. Trains nothing and changes nothing in the run's folder but what it
+is told to write there.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headgate.analysis.measure import module_call, onnx_call, ratio, time_interleaved, torch_threads
+from headgate.data.sources import DataSet
+from headgate.errors import FileError, HeadgateError
+from headgate.gated import GatedModel
+from headgate.graph.macs import count_macs
+from headgate.inference.export import export_onnx
+from headgate.storage import load, save
+from headgate.training.loop import EVAL_BATCH, accuracy
+from headgate.training.run import DECIDED, DENSE, GATED, SMALL, Start, data_of, macs_of, recipe_in, start_of
+from headgate.training.team import Team
+
+NETWORKS = {"dense": DENSE, "gated": GATED, "decided, not tuned": DECIDED, "shrunk": SMALL}
+TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+
+
+def _open(folder: Path, data_dir: str | None = None) -> tuple[Start, DataSet]:
+    recipe = recipe_in(folder)
+    if data_dir is not None:
+        recipe = replace(recipe, data_dir=data_dir)
+    data = data_of(recipe)
+    return start_of(recipe, data), data
+
+
+def network(folder: Path, name: str, start: Start) -> nn.Module:
+    """One network of a run's folder."""
+    path = folder / NETWORKS[name]
+    if not path.is_file():
+        raise FileError(f"{folder} has no {NETWORKS[name]} yet: finish the run with `headgate train --resume {folder}`")
+    return load(path, _architecture(start))
+
+
+def _architecture(start: Start) -> nn.Module:
+    """The dense network; its weights do not matter, and may no longer be where they were."""
+    return replace(start, recipe=replace(start.recipe, weights=None)).build()
+
+
+def _gated(folder: Path, start: Start) -> GatedModel:
+    gated = network(folder, "gated", start)
+    assert isinstance(gated, GatedModel)
+    return gated.eval()
+
+
+def evaluate(
+    folder: Path,
+    strategy: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    sweep: bool = False,
+    data_dir: str | None = None,
+) -> list[dict[str, Any]]:
+    """Accuracy and MACs: of every network of the run, or of the gated one under a strategy or over tau."""
+    start, data = _open(folder, data_dir)
+    team = Team()
+    measured = "validation" if start.recipe.validation else "test"
+    if sweep:
+        gated = _gated(folder, start)
+        points = gated.sweep_tau(list(data.test.eval_batches(EVAL_BATCH)), TAUS)
+        rows = [(f"tau {point.tau:g}", point.accuracy, point.macs) for point in points]
+        dense_macs = gated.dense_macs
+    elif strategy is not None:
+        gated = _gated(folder, start)
+        gated.strategy(strategy, **_with_generator(options or {}))
+        share, macs = _accuracy_and_macs(gated, data, team)
+        rows, dense_macs = [(f"gated, {strategy}", share, macs)], gated.dense_macs
+    else:
+        there = {name: network(folder, name, start) for name, file in NETWORKS.items() if (folder / file).is_file()}
+        rows = [(name, accuracy(net, data.test, team), macs_of(net, start.example)) for name, net in there.items()]
+        dense_macs = count_macs(_architecture(start), start.example)
+    return [
+        {
+            "network": name,
+            "accuracy": share,
+            "macs": macs,
+            "macs_fraction": macs / dense_macs,
+            "measured_on": measured,
+            "images": len(data.test),
+        }
+        for name, share, macs in rows
+    ]
+
+
+def _with_generator(options: Mapping[str, Any]) -> dict[str, Any]:
+    given = dict(options)
+    if "seed" in given:
+        given["generator"] = torch.Generator().manual_seed(given.pop("seed"))
+    return given
+
+
+@torch.no_grad()
+def _accuracy_and_macs(gated: GatedModel, data: DataSet, team: Team) -> tuple[float, float]:
+    """Sampled gates cost another sum at every pass: the mean over the images."""
+    right = images_seen = 0
+    macs = 0.0
+    for images, labels in data.test.eval_batches(EVAL_BATCH):
+        right += int((gated(images).argmax(1) == labels).sum())
+        macs += float(gated.macs()) * len(labels)
+        images_seen += len(labels)
+    return right / max(images_seen, 1), macs / max(images_seen, 1)
+
+
+def shrink(
+    folder: Path, out: Path | None, onnx: Path | None, *, round_to: int = 1, fold_batchnorm: bool = False
+) -> dict[str, Any]:
+    """Write the run's smaller network; rounded or folded ones are made from what was tuned, as far as that goes."""
+    start, _ = _open(folder)
+    if round_to > 1:
+        small = _gated(folder, start).shrink(round_to=round_to, fold_batchnorm=fold_batchnorm)
+    else:
+        small = network(folder, "shrunk", start)
+        if fold_batchnorm:
+            raise HeadgateError("--fold-batchnorm is for --round-to; ONNX export folds BatchNorm by itself")
+    out = out if out is not None else folder / SMALL
+    if out != folder / SMALL:
+        save(small, out)
+    files = [str(out)]
+    if onnx is not None:
+        export_onnx(small, start.example, onnx)
+        files.append(str(onnx))
+    dense = network(folder, "dense", start)
+    return {
+        "files": files,
+        "dense": _size(dense, start.example),
+        "shrunk": _size(small, start.example),
+    }
+
+
+def _size(net: nn.Module, example: Tensor) -> dict[str, int]:
+    return {"macs": count_macs(net, example), "parameters": sum(p.numel() for p in net.parameters())}
+
+
+def bench(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of dense and shrunk, interleaved, in PyTorch and ONNX Runtime where that is installed."""
+    start, _ = _open(folder)
+    threads = threads or torch.get_num_threads()
+    nets = {"dense": network(folder, "dense", start).eval(), "shrunk": network(folder, "shrunk", start).eval()}
+    macs_ratio = count_macs(nets["dense"], start.example) / count_macs(nets["shrunk"], start.example)
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch, torch_threads(threads):
+        exported = _exported(nets, start.example, Path(scratch))
+        for batch in batches:
+            x = torch.randn(batch, *start.example.shape[1:], generator=torch.Generator().manual_seed(0))
+            calls = {f"PyTorch {name}": module_call(net, x) for name, net in nets.items()}
+            calls |= {f"ONNX Runtime {name}": onnx_call(path, x, threads) for name, path in exported.items()}
+            timings = time_interleaved(calls, rounds, settle=1)
+            for engine in ("PyTorch", *(["ONNX Runtime"] if exported else [])):
+                dense, small = timings[f"{engine} dense"], timings[f"{engine} shrunk"]
+                faster = ratio(dense, small)
+                rows.append(
+                    {
+                        "engine": engine, "batch": batch, "threads": threads, "dense_ms": dense.median_ms,
+                        "shrunk_ms": small.median_ms, "speed_up": faster.median, "spread": faster.iqr / 2,
+                        "macs_ratio": macs_ratio,
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def _exported(nets: Mapping[str, nn.Module], example: Tensor, folder: Path) -> dict[str, Path]:
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError:
+        return {}
+    paths = {name: folder / f"{name}.onnx" for name in nets}
+    for name, net in nets.items():
+        export_onnx(net, example, paths[name])
+    return paths

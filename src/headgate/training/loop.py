@@ -1,0 +1,221 @@
+"""One phase of a run, from top to bottom: batches, loss, gradient, step.
+
+Takes a network (dense, gated or shrunk: it makes no difference), a split of the data, a recipe and a position; goes on
+from there to the end of the phase. The order of the images, their augmentation and the noise of the gates depend on
+nothing but the seed and the position, so a phase that went on from a checkpoint ends bit-identically. Knows nothing of
+what comes before or after the phase, nor of files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from headgate.data.batches import Split
+from headgate.errors import NonFiniteLoss
+from headgate.gated import GatedModel
+from headgate.graph.trace import tensors_in
+from headgate.training.distill import Distillation, student_loss
+from headgate.training.journal import AnyJournal
+from headgate.training.recipe import PHASES, PhaseName, Recipe
+from headgate.training.team import Team
+
+EVAL_BATCH = 500
+DECIDED_EVERY = 50
+"""Steps after which the thresholded cost is looked at again."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; its checkpoint is written."""
+
+
+@dataclass
+class Phase:
+    """A phase in training: what is trained, with what, and how far it is."""
+
+    name: PhaseName
+    net: nn.Module
+    optimizer: Optimizer
+    teacher: nn.Module | None = None
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a phase needs around it."""
+
+    recipe: Recipe
+    split: Split
+    team: Team
+    journal: AnyJournal
+    wants_stop: Callable[[], bool] = lambda: False
+    wants_save: Callable[[], bool] = lambda: False
+    save: Callable[[Phase], None] = lambda phase: None
+    every_epoch: Callable[[Phase], dict[str, float]] = lambda phase: {}
+    after_backward: Callable[[nn.Module], None] = lambda net: None
+    """Between gradient and step: for regularizers that work on gradients."""
+
+
+def begin(name: PhaseName, net: nn.Module, recipe: Recipe, teacher: nn.Module | None = None) -> Phase:
+    """A phase at its first step."""
+    return Phase(name, net, make_optimizer(net, name, recipe), teacher)
+
+
+def make_optimizer(net: nn.Module, name: PhaseName, recipe: Recipe) -> Optimizer:
+    """SGD over the weights, and over the gates with their own rate and decay."""
+    lr = recipe.lr(name, 0, 1)
+    if isinstance(net, GatedModel):
+        groups = net.param_groups(lr=lr, weight_decay=recipe.weight_decay, gate_lr=recipe.gate_lr)
+    else:
+        weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        groups = [{"params": weights, "lr": lr, "weight_decay": recipe.weight_decay, "name": "weights"}]
+    return SGD(groups, lr=max(lr, 1e-12), momentum=recipe.momentum, nesterov=recipe.momentum > 0)
+
+
+def run_phase(phase: Phase, around: Surroundings) -> None:
+    """Train to the end of the phase."""
+    recipe, team, journal = around.recipe, around.team, around.journal
+    steps = around.split.steps(recipe.batch_size)
+    epochs = recipe.epochs_of(phase.name)
+    journal.phase(phase.name, epochs=epochs, steps=steps, done=phase.step)
+    net, optimizer = team.prepare(phase.net, phase.optimizer)
+    distillation = Distillation(recipe.distill, recipe.distill_temperature)
+    gated = phase.net if isinstance(phase.net, GatedModel) else None
+    for epoch in range(phase.step // steps, epochs):
+        net.train()
+        started = time.perf_counter()
+        totals = _Totals()
+        batches = around.split.train_batches(
+            recipe.batch_size, seed=_number(recipe.seed, phase.name), epoch=epoch, start=phase.step % steps,
+            rank=team.rank, processes=team.processes,
+        )  # fmt: skip
+        for images, labels in batches:
+            lr = _set_lr_(optimizer, recipe.lr(phase.name, phase.step, steps))
+            torch.manual_seed(_number(recipe.seed, phase.name, phase.step, team.rank))
+            images, labels = images.to(team.device), labels.to(team.device)
+            answers = _answers(phase.teacher, images)
+            logits = tensors_in(net(images))[0]
+            task_loss = student_loss(logits, labels, answers, distillation, recipe.label_smoothing)
+            loss = task_loss if gated is None else task_loss + gated.cost_loss()
+            team.backward(loss)
+            around.after_backward(phase.net)
+            optimizer.step()
+            optimizer.zero_grad()
+            phase.step += 1
+            totals.add(float(task_loss.detach()), logits.detach(), labels)
+            journal.step(
+                {"loss": totals.last, "accuracy": totals.accuracy, "lr": lr, **_gate_values(gated, phase.step)}
+            )
+            _obey(phase, around, totals.last, last_of_phase=phase.step == epochs * steps)
+        values = totals.means() | _gate_values(gated, 0) | {"lr": lr, "seconds": time.perf_counter() - started}
+        journal.epoch(values | around.every_epoch(phase))
+    team.release()
+
+
+def _obey(phase: Phase, around: Surroundings, loss: float, last_of_phase: bool) -> None:
+    """Look up after a step: is the loss a number, does anybody want to stop or to save? All processes agree."""
+    broken, stop, save = around.team.any_of([not np.isfinite(loss), around.wants_stop(), around.wants_save()])
+    if broken:
+        raise NonFiniteLoss(
+            f"the loss became {loss} at step {phase.step} of phase {phase.name!r}: lower the learning rate. "
+            "The last checkpoint is from before"
+        )
+    if stop or (save and not last_of_phase):
+        around.save(phase)
+    if stop:
+        raise Interrupted
+
+
+class _Totals:
+    """Means of an epoch."""
+
+    def __init__(self) -> None:
+        self.loss = self.last = 0.0
+        self.right = self.images = self.steps = 0
+
+    def add(self, loss: float, logits: Tensor, labels: Tensor) -> None:
+        self.last = loss
+        self.loss += loss
+        self.steps += 1
+        self.right += int((logits.argmax(1) == labels).sum())
+        self.images += len(labels)
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / max(self.images, 1)
+
+    def means(self) -> dict[str, float]:
+        return {"loss": self.loss / max(self.steps, 1), "accuracy": self.accuracy}
+
+
+def _gate_values(gated: GatedModel | None, step: int) -> dict[str, float]:
+    """What the view shows of gates; the thresholded cost only now and then."""
+    if gated is None:
+        return {}
+    values = {"goal": gated.budget.target_now, "polarised": gated.polarised()}
+    if gated.budget.last_cost is not None:
+        values["cost"] = gated.budget.last_cost
+    if step % DECIDED_EVERY == 0:
+        values["cost_decided"] = gated.thresholded_macs() / gated.dense_macs
+    return values
+
+
+def _set_lr_(optimizer: Optimizer, lr: float) -> float:
+    for group in optimizer.param_groups:
+        if group.get("name") != "gates":
+            group["lr"] = lr
+    return lr
+
+
+def _number(seed: int, phase: PhaseName, *more: int) -> int:
+    """A seed for one phase, or one step and process of it."""
+    return int(np.random.SeedSequence([seed, PHASES.index(phase), *more]).generate_state(1)[0])
+
+
+def _answers(teacher: nn.Module | None, images: Tensor) -> Tensor | None:
+    if teacher is None:
+        return None
+    with torch.no_grad():
+        return tensors_in(teacher(images))[0]
+
+
+# -------------------------------------------------------------------------------------------------- evaluation
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """In eval mode, and back."""
+    training = net.training
+    net.eval()
+    try:
+        yield
+    finally:
+        net.train(training)
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, split: Split, team: Team, batch_size: int = EVAL_BATCH) -> float:
+    """Share of a split's images classified right: every image counted once, whatever the number of processes."""
+    right = images_seen = 0
+    with evaluating(net):
+        for images, labels in split.eval_batches(batch_size, rank=team.rank, processes=team.processes):
+            answers = tensors_in(net(images.to(team.device)))[0].argmax(1)
+            right += int((answers == labels.to(team.device)).sum())
+            images_seen += len(labels)
+    right_total, total = team.total([right, images_seen])
+    return right_total / max(total, 1)
+
+
+def calibration_batches(split: Split, recipe: Recipe) -> Iterator[Any]:
+    """Training images to re-estimate BatchNorm on: the same in every process."""
+    epochs = -(-recipe.calibration_batches // split.steps(recipe.batch_size))
+    for epoch in range(max(1, epochs)):
+        yield from split.train_batches(recipe.batch_size, seed=_number(recipe.seed, "tune", 10**6), epoch=epoch)

@@ -1,0 +1,205 @@
+"""A run is a recipe: a frozen set of fields, most of them known by a name, any of them replaced on the command line.
+
+The paper's experiments are recipes under their names. A run has up to three phases, each with its epochs and learning
+rate: `dense` (train the network itself, where no weights are given), `gates` (weights and gates together, the cost
+comes down to the target), `tune` (the shrunk network alone, at its own speed). Knows nothing of models or data but
+their names, and nothing of torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, get_type_hints
+
+from headgate.errors import HeadgateError
+
+SCHEDULES = ("constant", "cosine", "onecycle", "step")
+PhaseName = Literal["dense", "gates", "tune"]
+PHASES: tuple[PhaseName, ...] = ("dense", "gates", "tune")
+WARM_UP = 0.15
+"""Share of a one-cycle phase in which the learning rate rises."""
+
+
+def about(text: str, default: Any) -> Any:
+    """A field with its sentence, which the command line shows as help."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what a run computes."""
+
+    name: str = about("What the recipe is called.", "custom")
+    model: str = about("Name of the network: cifar_resnet56, torchvision:resnet50, timm:…, path.py:function.", "")
+    weights: str | None = about("Weights to start from: a safetensors file, or 'pretrained' (torchvision, timm).", None)
+    data: str = about("digits, cifar10, or folder:PATH with train/ and val/.", "digits")
+    data_dir: str | None = about("Folder that holds cifar10 (default: $HEADGATE_DATA or the user's cache).", None)
+    normalization: str | None = about("Mean and deviation of the pixels: imagenet or cifar10.", None)
+    image_size: int | None = about("Pixels a side; the data's own if not given.", None)
+    validation: int = about("Training images held out; accuracy is then theirs, and the test set is not touched.", 0)
+
+    target: str = about("Share of the dense network's MACs, or a number such as 60M.", "0.5")
+    kind: str = about("Gates that are parameters (static).", "static")
+    granularity: str = about("channel, layer, or a number of channels a gate.", "channel")
+    stream: str = about("shared: gates tied along a stream; indexed: masks of their own.", "shared")
+    frozen: tuple[str, ...] = about("Modules to leave alone.", ())
+    loss: str = about("Cost loss: macs, activation or per_gate.", "macs")
+    rate: float | None = about("Target rate of every gate, for the per_gate loss (default: the target).", None)
+    budget: str = about("control: ramp, integral and scaled gradient; paper: the plain squared distance.", "control")
+    budget_weight: float = about("Weight of the squared distance to the target of the moment.", 50.0)
+    ramp: float = about("Share of the gate phase over which the target comes down.", 0.6)
+    initial_probability: float = about("P(open) of every gate at the start.", 0.95)
+    temperature: float = about("Of the Gumbel-softmax.", 1.0)
+    hard: bool = about("Straight-through 0/1 gates (the soft ones otherwise).", True)
+    backward: str = about("What stands for Z backward: sample or probability.", "sample")
+    round_to: int = about("Widths of the shrunk network are multiples of this.", 1)
+    squeeze_below: float = about("Gates below this probability are removed during the gate phase; 0: none.", 0.0)
+
+    dense_epochs: int = about("Epochs of the dense network before its gates.", 0)
+    gate_epochs: int = about("Epochs of weights and gates together.", 2)
+    tune_epochs: int = about("Epochs of the shrunk network.", 8)
+    dense_lr: float = about("Peak learning rate of the dense phase.", 0.1)
+    gate_phase_lr: float = about("Peak learning rate of the weights in the gate phase.", 0.01)
+    gate_lr: float = about("Learning rate of the gates themselves.", 0.01)
+    tune_lr: float = about("Peak learning rate of the shrunk network.", 0.05)
+    dense_schedule: str = about("constant, cosine, onecycle or step.", "onecycle")
+    gate_schedule: str = about("The same, of the weights in the gate phase; gates keep their rate.", "constant")
+    tune_schedule: str = about("The same, of the shrunk network.", "onecycle")
+    step_epochs: int = about("For the step schedule: epochs after which the rate is multiplied by 0.1.", 30)
+    momentum: float = about("Of SGD (Nesterov's).", 0.9)
+    weight_decay: float = about("Of the weights; gates get 20/|G| of it.", 1e-4)
+    batch_size: int = about("Images a step, over all processes.", 128)
+    label_smoothing: float = about("Of the labels.", 0.0)
+    distill: float = about("Weight of the teacher's answers in the loss; 0: no teacher.", 0.0)
+    distill_temperature: float = about("At which teacher and student are compared.", 4.0)
+    teacher: str | None = about("Another teacher than the dense network: NAME=weights.safetensors.", None)
+    distill_gates: bool = about("Whether the teacher also speaks in the gate phase.", True)
+
+    calibration_batches: int = about("Batches for BatchNorm's statistics after deciding.", 200)
+    seed: int = about("Of everything random.", 0)
+    precision: str = about("no, fp16 or bf16.", "no")
+    workers: int = about("Processes that decode images, for folder:PATH.", 0)
+
+    def __post_init__(self) -> None:
+        for name in ("dense_epochs", "gate_epochs", "tune_epochs", "validation", "workers"):
+            _check(getattr(self, name) >= 0, self, name, "it can't be negative")
+        _check(self.batch_size >= 1, self, "batch_size", "at least 1")
+        _check(self.step_epochs >= 1, self, "step_epochs", "at least 1")
+        for name in ("ramp", "distill", "squeeze_below", "label_smoothing"):
+            _check(0 <= getattr(self, name) <= 1, self, name, "a share, from 0 to 1")
+        for name in ("dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay"):
+            value = getattr(self, name)
+            _check(math.isfinite(value) and value >= 0, self, name, "a number from 0 on")
+        for name in ("dense_schedule", "gate_schedule", "tune_schedule"):
+            _check(getattr(self, name) in SCHEDULES, self, name, f"one of {', '.join(SCHEDULES)}")
+        _check(self.budget in ("control", "paper"), self, "budget", "control or paper")
+        _check(self.precision in ("no", "fp16", "bf16"), self, "precision", "no, fp16 or bf16")
+
+    def epochs_of(self, phase: PhaseName) -> int:
+        """Epochs of a phase."""
+        return int(getattr(self, EPOCHS[phase]))
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of all phases."""
+        return sum(self.epochs_of(phase) for phase in PHASES)
+
+    def lr(self, phase: PhaseName, step: int, steps_an_epoch: int) -> float:
+        """Learning rate of the weights at a step of a phase."""
+        peak, schedule = getattr(self, PEAK[phase]), getattr(self, SCHEDULE[phase])
+        return learning_rate(
+            schedule, peak, step, self.epochs_of(phase) * steps_an_epoch, self.step_epochs * steps_an_epoch
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, as JSON takes them."""
+        return {**asdict(self), "frozen": list(self.frozen)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Recipe:
+        """A recipe that was saved."""
+        unknown = set(data) - {each.name for each in fields(cls)}
+        if unknown:
+            raise HeadgateError(
+                f"the recipe has unknown fields {sorted(unknown)}: it is of another version of headgate"
+            )
+        return cls(**{**data, "frozen": tuple(data.get("frozen", ()))})
+
+
+EPOCHS: dict[PhaseName, str] = {"dense": "dense_epochs", "gates": "gate_epochs", "tune": "tune_epochs"}
+PEAK: dict[PhaseName, str] = {"dense": "dense_lr", "gates": "gate_phase_lr", "tune": "tune_lr"}
+SCHEDULE: dict[PhaseName, str] = {"dense": "dense_schedule", "gates": "gate_schedule", "tune": "tune_schedule"}
+
+
+def _check(right: bool, recipe: Recipe, name: str, what: str) -> None:
+    if not right:
+        raise HeadgateError(f"recipe {recipe.name!r}: {name}={getattr(recipe, name)!r}, but it must be {what}")
+
+
+def learning_rate(schedule: str, peak: float, step: int, steps: int, step_length: int) -> float:
+    """The rate at `step` of `steps`: a function of the position alone, so that a run can go on anywhere."""
+    done = step / max(steps, 1)
+    if schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
+    if schedule == "onecycle":
+        if done < WARM_UP:
+            return peak * (0.1 + 0.9 * done / WARM_UP)
+        return peak * 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
+    if schedule == "step":
+        return float(peak * 0.1 ** (step // max(step_length, 1)))
+    return peak
+
+
+# ------------------------------------------------------------------------------------------------------- named
+
+_CIFAR = Recipe(data="cifar10")
+_IMAGENET = Recipe(
+    weights="pretrained", data="folder:imagenet", batch_size=256, gate_epochs=100, tune_epochs=0, gate_phase_lr=0.1,
+    gate_lr=0.1, gate_schedule="step", step_epochs=30, workers=8,
+)  # fmt: skip
+
+
+def _named() -> dict[str, Recipe]:
+    recipes = [
+        Recipe(
+            name="digits-static",
+            model="digits_resnet",
+            image_size=16,
+            batch_size=64,
+            dense_epochs=6,
+            gate_epochs=8,
+            tune_epochs=8,
+        )
+    ]
+    for depth in (20, 32, 44, 56, 110):
+        recipes.append(replace(_CIFAR, name=f"cifar10-resnet{depth}-static", model=f"cifar_resnet{depth}"))
+    for depth in (18, 34, 50, 101):
+        model = f"torchvision:resnet{depth}"
+        recipes.append(replace(_IMAGENET, name=f"imagenet-resnet{depth}-static", model=model))
+    return {recipe.name: recipe for recipe in recipes}
+
+
+RECIPES = _named()
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of that name."""
+    if name in RECIPES:
+        return RECIPES[name]
+    close = difflib.get_close_matches(name, RECIPES, 3, 0.4)
+    hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(RECIPES)}"
+    raise HeadgateError(f"there is no recipe {name!r}: {hint}")
+
+
+def overridden(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe with some fields replaced; a name it no longer deserves gets a `+`."""
+    changes = {name: value for name, value in changes.items() if value is not None}
+    known = get_type_hints(Recipe)
+    for name in changes:
+        if name not in known:
+            raise HeadgateError(f"a recipe has no field {name!r}")
+    different = {name: value for name, value in changes.items() if value != getattr(recipe, name)}
+    return replace(recipe, **different) if different else recipe

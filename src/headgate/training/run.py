@@ -1,0 +1,329 @@
+"""A run: a recipe carried out in a folder, from the dense network to the shrunk one, across interruptions.
+
+The folder holds `recipe.json`, `log.jsonl`, `checkpoint.safetensors` (where the run stands), and what the phases leave
+behind: `dense`, `gated`, `decided` (shrunk, before tuning) and `small.safetensors`, and at last `result.json`. A phase
+starts from the file of the one before, so a checkpoint only has to hold the phase it was taken in. Knows nothing of
+the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headgate.analysis.records import PACKAGES, cpu_model, versions_of, write_text
+from headgate.data.sources import DataSet, open_data
+from headgate.errors import FileError, HeadgateError
+from headgate.gated import GatedModel, gate, parse_target
+from headgate.gates.budget import Budget
+from headgate.graph.macs import count_macs
+from headgate.models.names import load_named
+from headgate.storage import load, save
+from headgate.training import checkpoint as checkpoints
+from headgate.training.journal import AnyJournal
+from headgate.training.loop import (
+    Phase,
+    Surroundings,
+    accuracy,
+    begin,
+    calibration_batches,
+    run_phase,
+)  # fmt: skip
+from headgate.training.recipe import PHASES, PhaseName, Recipe
+from headgate.training.team import Team
+
+DENSE, GATED, DECIDED, SMALL = "dense.safetensors", "gated.safetensors", "decided.safetensors", "small.safetensors"
+RECIPE, RESULT = "recipe.json", "result.json"
+DONE = "done"
+"""Where a checkpoint stands when all phases are over."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The network a run starts from, fresh each time it is asked for, and an input for it."""
+
+    recipe: Recipe
+    example: Tensor
+
+    def build(self) -> nn.Module:
+        """The dense architecture with the weights the recipe names, or random ones from its seed."""
+        recipe = self.recipe
+        torch.manual_seed(recipe.seed)
+        file = None if recipe.weights in (None, "pretrained") else recipe.weights
+        named = load_named(
+            recipe.model, tuple(self.example.shape), weights=file, pretrained=recipe.weights == "pretrained"
+        )
+        return named.model
+
+
+def start_of(recipe: Recipe, data: DataSet) -> Start:
+    """Where a run begins; an input of the data's shape."""
+    if not recipe.model:
+        raise HeadgateError("the recipe names no model: pass --model, or the name of a recipe")
+    return Start(recipe, torch.randn(1, *data.shape, generator=torch.Generator().manual_seed(0)))
+
+
+def data_of(recipe: Recipe) -> DataSet:
+    """The data a recipe names."""
+    root = None if recipe.data_dir is None else Path(recipe.data_dir)
+    return open_data(
+        recipe.data, root=root, validation=recipe.validation, normalization=recipe.normalization,
+        size=recipe.image_size, workers=recipe.workers,
+    )  # fmt: skip
+
+
+def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> GatedModel:
+    """The network with the recipe's gates, its budget planned over `steps` steps."""
+    granularity: Any = int(recipe.granularity) if recipe.granularity.isdigit() else recipe.granularity
+    share = parse_target(as_target(recipe.target), count_macs(model, example))
+    budget = (
+        Budget.paper(share)
+        if recipe.budget == "paper"
+        else Budget(share, ramp_steps=max(1, round(recipe.ramp * steps)), weight=recipe.budget_weight)
+    )
+    options: dict[str, Any] = {
+        "kind": recipe.kind, "granularity": granularity, "stream": recipe.stream, "loss": recipe.loss,
+        "rates": recipe.rate, "initial_probability": recipe.initial_probability, "temperature": recipe.temperature,
+        "hard": recipe.hard, "backward": recipe.backward,
+    }  # fmt: skip
+    return gate(model, example, target=share, frozen=recipe.frozen, budget=budget, **options)
+
+
+def as_target(text: str) -> float | str:
+    """`0.5` is a share, `60M` a number of MACs."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@dataclass
+class Run:
+    """A recipe in its folder, and the processes that carry it out."""
+
+    recipe: Recipe
+    folder: Path
+    team: Team
+    journal: AnyJournal
+    checkpoint_seconds: float = 120.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    _saved: float = field(default_factory=time.monotonic)
+    _entered: float = field(default_factory=time.monotonic)
+    _stop: bool = False
+
+    def execute(self) -> dict[str, Any]:
+        """Carry it out, from its checkpoint if there is one; returns the result that is also written."""
+        data = data_of(self.recipe)
+        start = start_of(self.recipe, data)
+        resumed = self._resumed()
+        if resumed is None:
+            self.journal.note("start", {"recipe": self.recipe.to_json()})
+            if self.team.main:
+                save(start.build(), self.folder / DENSE)
+            self.team.wait()
+        order: list[str] = [*PHASES, DONE]
+        left = PHASES[0 if resumed is None else order.index(resumed.phase) :]
+        with self._stop_signals():
+            for name in left:
+                if self.recipe.epochs_of(name):
+                    self._carry_out(name, start, data, resumed if resumed and resumed.phase == name else None)
+                if name == "gates":
+                    self._decide(start, data)
+                self._next_phase(name)
+        return self._finish(start, data)
+
+    # ------------------------------------------------------------------------------------------------ phases
+
+    def _carry_out(self, name: PhaseName, start: Start, data: DataSet, resumed: checkpoints.Checkpoint | None) -> None:
+        net = self._net(name, start, data).to(self.team.device)
+        phase = begin(name, net, self.recipe, self._teacher(name, start))
+        if resumed is not None and resumed.tensors:
+            checkpoints.restore_(resumed, phase.net, phase.optimizer)
+            phase.step = resumed.step
+        self._entered = time.monotonic()
+        around = Surroundings(
+            self.recipe, data.train, self.team, self.journal, lambda: self._stop, self._save_is_due, self._save,
+            lambda phase: self._look(phase, data),
+        )  # fmt: skip
+        run_phase(phase, around)
+        self._count_time(name)
+        if self.team.main:
+            save(phase.net, self.folder / {"dense": DENSE, "gates": GATED, "tune": SMALL}[name])
+        self.team.wait()
+
+    def _net(self, name: PhaseName, start: Start, data: DataSet) -> nn.Module:
+        """The network at the start of a phase."""
+        dense = load(self.folder / DENSE, start.build())
+        if name == "dense":
+            return dense
+        if name == "gates":
+            steps = self.recipe.epochs_of("gates") * data.train.steps(self.recipe.batch_size)
+            return gated_of(dense, start.example, self.recipe, steps)
+        return load(self.folder / DECIDED, start.build())
+
+    def _teacher(self, name: PhaseName, start: Start) -> nn.Module | None:
+        recipe = self.recipe
+        if recipe.distill == 0 or name == "dense" or (name == "gates" and not recipe.distill_gates):
+            return None
+        if recipe.teacher is None:
+            teacher = load(self.folder / DENSE, start.build())
+        else:
+            model, _, weights = recipe.teacher.rpartition("=")
+            teacher = load_named(model or recipe.model, tuple(start.example.shape), weights=weights).model
+        return teacher.eval().requires_grad_(False).to(self.team.device)
+
+    def _decide(self, start: Start, data: DataSet) -> None:
+        """Between gates and tuning: calibrate, shrink, keep both."""
+        self._entered = time.monotonic()
+        gated = load(self.folder / GATED, start.build()) if self.recipe.gate_epochs else self._net("gates", start, data)
+        assert isinstance(gated, GatedModel)
+        gated.to(self.team.device)
+        sampled, thresholded = gated.budget.last_cost, gated.thresholded_macs()
+        gated.calibrate(
+            calibration_batches(data.train, self.recipe), self.recipe.calibration_batches, self.recipe.round_to
+        )
+        small = gated.shrink()
+        values = {
+            "macs": int(gated.eval().macs()), "dense_macs": gated.dense_macs, "target": gated.target,
+            "cost_sampled": sampled, "cost_thresholded": thresholded / gated.dense_macs,
+            "cost_decided": gated.macs() / gated.dense_macs, "polarised": gated.polarised(),
+            "gates": gated.graph.gate_count,
+        }  # fmt: skip
+        self._count_time("decide")
+        self.journal.note("decided", values)
+        if self.team.main:
+            save(gated, self.folder / GATED)
+            save(small, self.folder / DECIDED)
+            if not self.recipe.tune_epochs:
+                save(small, self.folder / SMALL)
+        self.team.wait()
+
+    def _look(self, phase: Phase, data: DataSet) -> dict[str, float]:
+        """Accuracy after an epoch, on held-out training images; the test set waits for the end."""
+        if not self.recipe.validation or isinstance(phase.net, GatedModel):
+            return {}
+        return {"test_accuracy": accuracy(phase.net, data.test, self.team)}
+
+    def _finish(self, start: Start, data: DataSet) -> dict[str, Any]:
+        """Measure the networks of the folder, once, and write the result."""
+        nets = {
+            name: load(self.folder / file, start.build()).to(self.team.device)
+            for name, file in (("dense", DENSE), ("gated", GATED), ("shrunk", SMALL))
+        }
+        macs = {name: macs_of(net, start.example) for name, net in nets.items()}
+        measured = "validation" if self.recipe.validation else "test"
+        result = {
+            "recipe": self.recipe.to_json(), "measured_on": measured, "images": len(data.test),
+            "accuracy": {name: accuracy(net, data.test, self.team) for name, net in nets.items()},
+            "macs": macs, "macs_fraction": {name: value / macs["dense"] for name, value in macs.items()},
+            "parameters": {name: sum(p.numel() for p in net.parameters()) for name, net in nets.items()},
+            "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
+            "processes": self.team.processes, "threads": torch.get_num_threads(),
+            "versions": versions_of(PACKAGES), "cpu": cpu_model(),
+        }  # fmt: skip
+        self.journal.note("end", {key: result[key] for key in ("accuracy", "macs_fraction", "seconds")})
+        if self.team.main:
+            write_text(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
+        return result
+
+    # -------------------------------------------------------------------------------------------- checkpoints
+
+    def _save_is_due(self) -> bool:
+        return self.team.main and time.monotonic() - self._saved > self.checkpoint_seconds
+
+    def _save(self, phase: Phase) -> None:
+        self._count_time(phase.name)
+        if self.team.main:
+            taken = checkpoints.taken(
+                phase.net, phase.optimizer, phase=phase.name, step=phase.step, recipe=self.recipe.to_json(),
+                seconds=self.seconds, log_position=self.journal.position,
+            )  # fmt: skip
+            checkpoints.write_checkpoint(self.folder, taken)
+        self._saved = time.monotonic()
+
+    def _next_phase(self, done: PhaseName) -> None:
+        """The checkpoint between two phases: nothing but the position."""
+        following = PHASES.index(done) + 1
+        if self.team.main:
+            name = PHASES[following] if following < len(PHASES) else DONE
+            empty = checkpoints.Checkpoint(name, 0, self.recipe.to_json(), dict(self.seconds), self.journal.position)
+            checkpoints.write_checkpoint(self.folder, empty)
+        self.team.wait()
+
+    def _resumed(self) -> checkpoints.Checkpoint | None:
+        if not (self.folder / checkpoints.FILE).exists():
+            return None
+        found = checkpoints.read_checkpoint(self.folder)
+        if found.recipe != self.recipe.to_json():
+            raise FileError(
+                f"{self.folder} holds a run of another recipe ({found.recipe.get('name')}): choose another folder"
+            )
+        self.seconds = dict(found.seconds)
+        self.journal.resume_at(found.log_position)
+        return found
+
+    def _count_time(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._entered
+        self._entered = now
+
+    @contextmanager
+    def _stop_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the run after the step that is under way; a second Ctrl-C ends it at once."""
+
+        def ask(number: int, frame: Any) -> None:
+            if self._stop:
+                raise KeyboardInterrupt
+            self._stop = True
+
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, ask) for number in signals]
+        try:
+            yield
+        finally:
+            for number, handler in zip(signals, before, strict=True):
+                signal.signal(number, handler)
+
+
+def macs_of(net: nn.Module, example: Tensor) -> int:
+    """Multiply-adds an image, of a plain or a decided gated network."""
+    return int(net.eval().macs()) if isinstance(net, GatedModel) else count_macs(net, example)
+
+
+def create_folder(folder: Path, recipe: Recipe) -> None:
+    """A new run's folder; one that is there already must be empty."""
+    if folder.exists() and any(folder.iterdir()):
+        going = (folder / RECIPE).exists()
+        raise FileError(
+            f"{folder} is not empty: "
+            + (f"go on with that run by `headgate train --resume {folder}`, or " if going else "")
+            + "choose another folder with --out"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / RECIPE, json.dumps(recipe.to_json(), indent=1) + "\n")
+
+
+def recipe_in(folder: Path) -> Recipe:
+    """The recipe of a run."""
+    path = folder / RECIPE
+    if not path.is_file():
+        raise FileError(f"{folder} is no run: it has no {RECIPE}")
+    try:
+        return Recipe.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise FileError(f"{path} is damaged ({error})") from error
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a run has come to its end."""
+    return os.path.exists(folder / RESULT)
