@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from headgate.errors import HeadgateError, NonFiniteLoss, NotDecided, NothingToGate, TargetError
 from headgate.gates.budget import Budget
@@ -25,9 +26,11 @@ from headgate.gates.gumbel import Backward, Relaxation
 from headgate.gates.static import StaticGates
 from headgate.graph.analyse import Settings, StreamForm, analyse
 from headgate.graph.grouping import ChannelGraph, Granularity
+from headgate.graph.plan import Plan
 from headgate.graph.trace import stripped_copy, tensors_in
 from headgate.inference.calibrate import inputs_of, least_decisions, project, reestimate_batchnorm, rounded
 from headgate.inference.shrink import check_same, shrink
+from headgate.inference.squeeze import Squeezed, move_state_, squeeze, write_back_
 from headgate.inference.strategies import Strategy, combine
 
 GATES_FOR_FULL_DECAY = 20
@@ -91,6 +94,7 @@ class GatedModel(nn.Module):
         self._rates = target_rates(graph, target if rates is None else rates)
         self._macs: float | int | None = None
         self._last: Draw | None = None
+        self._squeezed: tuple[nn.Module, Squeezed] | None = None  # the dense network, and what stands for it
         attach(self.model, graph, self._board)
 
     # ------------------------------------------------------------------------------------------------ running
@@ -160,7 +164,7 @@ class GatedModel(nn.Module):
         except TypeError as error:
             raise HeadgateError(f"strategy {name!r} does not take {sorted(options)}: {error}") from error
         self._macs = self._last = None
-        return self
+        return self.unsqueeze_() if name == "always_on" else self
 
     # --------------------------------------------------------------------------------------------------- cost
 
@@ -257,9 +261,52 @@ class GatedModel(nn.Module):
         """P(open) of every gate, by mask."""
         return self._by_mask(self.gates.probabilities().detach().clone())
 
+    def squeeze_(self, below: float = 0.02, optimizer: Optimizer | None = None, least_gain: float = 0.05) -> bool:
+        """Stop computing channels whose gates are open with a probability under `below`: they stay closed for good.
+
+        For use during training, with the optimizer, whose state moves along. Does nothing unless at least `least_gain`
+        of the MACs now computed are saved; returns whether it did something.
+        """
+        before = None if self._squeezed is None else self._squeezed[1]
+        left = self._kept_alive(self._probabilities() >= below)
+        now = np.ones_like(left) if before is None else before.left
+        left &= now
+        if self.cost.decided_macs(left) > (1 - least_gain) * self.cost.decided_macs(now):
+            return False
+        self._squeeze_to(left, optimizer)
+        return True
+
+    def _squeeze_to(self, left: np.ndarray, optimizer: Optimizer | None = None) -> None:
+        net, plan = self.model, Plan() if self._squeezed is None else self._squeezed[1].plan
+        dense = self.model if self._squeezed is None else self._squeezed[0]
+        if self._squeezed is not None:
+            write_back_(*self._squeezed)
+        squeezed = squeeze(dense.train(self.training), self.graph, left, self._board)
+        closed = torch.from_numpy(~left)
+        self.gates.close_(closed)
+        if optimizer is not None:
+            shapes = {name: parameter.shape for name, parameter in dense.named_parameters()}
+            move_state_(optimizer, net, plan, squeezed, shapes)
+            for parameter in self.gate_parameters():
+                for value in optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, Tensor) and value.shape == closed.shape:
+                        value[closed.to(value.device)] = 0
+        self._squeezed = (dense, squeezed)
+        self.model = squeezed.net
+
+    def unsqueeze_(self) -> GatedModel:
+        """Go back to the dense network, with what was learned since; gates that closed for good are closed."""
+        if self._squeezed is not None:
+            dense, squeezed = self._squeezed
+            write_back_(dense, squeezed)
+            self.model = dense.train(self.training)
+            self._squeezed = None
+        return self
+
     def set_gate_probabilities(self, probabilities: Mapping[str, Tensor]) -> None:
         """Import decisions made elsewhere: masks that are not named keep theirs."""
         masks = {mask.name: mask for mask in self.graph.masks}
+        self.unsqueeze_()
         flat = self.gates.probabilities().detach().clone()
         for name, given in probabilities.items():
             values = torch.as_tensor(given, dtype=torch.float32).detach()
@@ -292,6 +339,7 @@ class GatedModel(nn.Module):
                 f"Pass budget=headgate.Budget({self.target:g}, ramp_steps=half of your steps)",
                 stacklevel=2,
             )
+        self.unsqueeze_()
         self.project(round_to)
         training = self.training
         self.eval()
@@ -338,6 +386,7 @@ class GatedModel(nn.Module):
             raise NotDecided(
                 f'strategy "{self._strategy.name}" decides nothing: choose "threshold" or "calibrated" before shrink()'
             )
+        self.unsqueeze_()
         decisions = self._decide()
         if decisions.all() and self._strategy.name != "always_on":
             raise NotDecided(
@@ -361,12 +410,18 @@ class GatedModel(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """Budget and strategy, saved with the state dict."""
         strategy = {key: value for key, value in vars(self._strategy).items() if key != "generator"}
-        return {"budget": self.budget.state(), "strategy": strategy}
+        left = None if self._squeezed is None else np.flatnonzero(self._squeezed[1].left).tolist()
+        return {"budget": self.budget.state(), "strategy": strategy, "squeezed_to": left}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on with a saved budget and strategy."""
         self.budget.load_state(state["budget"])
         self._strategy = Strategy(**state["strategy"])
+        self.unsqueeze_()
+        if state.get("squeezed_to") is not None:
+            left = np.zeros(self.graph.gate_count, bool)
+            left[state["squeezed_to"]] = True
+            self._squeeze_to(left)  # before the tensors of its size are loaded
 
     def extra_repr(self) -> str:
         gates, masks = self.graph.gate_count, len(self.graph.masks)

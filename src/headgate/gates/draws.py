@@ -8,14 +8,16 @@ drawn or decided.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Reader
+from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Decisions, Reader
+from headgate.graph.relayout import dense_name
 
 SMALLEST_IMAGE = 256
 """Pixels from which the quicker product with a mask pays."""
@@ -193,17 +195,29 @@ class MaskBranch(GateHook):
         return output * spread(draw.alive_BN[:, self.number : self.number + 1], output, None, self.batch_axis)
 
 
-def attach(model: nn.Module, graph: ChannelGraph, board: Board) -> None:
-    """Put the graph's masks on the model's modules."""
-    modules = dict(model.named_modules())
-    for reader in graph.readers:
-        modules[reader.layer].register_forward_pre_hook(MaskInput(board, graph, reader))
-    for writer in graph.writers:
-        modules[writer.layer].register_forward_hook(MaskOutput(board, graph, writer))
+def attach(model: nn.Module, graph: ChannelGraph, board: Board, left: Decisions | None = None) -> None:
+    """Put the graph's masks on the model's modules; on a model that only has the gates `left`, on what it has."""
+    modules = {dense_name(name): module for name, module in model.named_modules()}  # what is wrapped, not its wrapper
+    for reader in _left_of(graph.readers, left):
+        if reader.layer in modules:
+            modules[reader.layer].register_forward_pre_hook(MaskInput(board, graph, reader))
+    for writer in _left_of(graph.writers, left):
+        if writer.layer in modules:
+            modules[writer.layer].register_forward_hook(MaskOutput(board, graph, writer))
     for number, gated in enumerate(graph.branches):
         mask = graph.masks[gated.masks[0]]
         gate = mask.first if mask.kind == "branch" else None
-        modules[gated.branch.mask_at].register_forward_hook(MaskBranch(board, number, gate, gated.batch_axis))
+        lives = left is None or all(left[graph.masks[number].gates].any() for number in gated.masks)
+        if lives and gated.branch.mask_at in modules:
+            modules[gated.branch.mask_at].register_forward_hook(MaskBranch(board, number, gate, gated.batch_axis))
+
+
+def _left_of(readers: tuple[Reader, ...], left: Decisions | None) -> Iterator[Reader]:
+    """The readers with the channels that are left, where any of these has a gate."""
+    for reader in readers:
+        gates = reader.gates if left is None else reader.gates[(reader.gates == ALWAYS_OPEN) | left[reader.gates]]
+        if (gates != ALWAYS_OPEN).any():
+            yield replace(reader, gates=gates)
 
 
 def detach(model: nn.Module) -> None:

@@ -15,6 +15,8 @@ from headgate.errors import HeadgateError
 from headgate.gates.gumbel import Relaxation, draw, logistic_noise, scale_gradient
 
 DEFAULT_RELAXATION = Relaxation()
+CLOSED = -100.0
+"""A logit beyond all noise."""
 
 
 class StaticGates(nn.Module):
@@ -44,6 +46,11 @@ class StaticGates(nn.Module):
         """Import probabilities; 0 and 1 become as good as sure."""
         with torch.no_grad():
             self.logits.copy_(torch.logit(probabilities.to(self.logits).clamp(1e-6, 1 - 1e-6)))
+
+    @torch.no_grad()
+    def close_(self, closed_G: Tensor) -> None:
+        """Close some gates for good: no noise opens them, and no gradient reaches them."""
+        self.logits[closed_G.to(self.logits.device)] = CLOSED
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Move with the model, but stay float32: `model.half()` must not round probabilities."""

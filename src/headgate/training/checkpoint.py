@@ -62,15 +62,18 @@ def taken(
     return Checkpoint(phase, step, recipe, dict(seconds), log_position, tensors, rest)
 
 
-def restore_(checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer) -> None:
-    """Put a checkpoint's tensors and numbers back."""
+def restore_net_(checkpoint: Checkpoint, net: nn.Module) -> None:
+    """Put a checkpoint's weights back. The network may change its parameters: make the optimizer afterwards."""
     state = {name[len(NET) :]: value for name, value in checkpoint.tensors.items() if name.startswith(NET)}
     try:
         net.load_state_dict({**state, **checkpoint.rest["extra"]})
     except RuntimeError as error:
-        raise FileError(
-            f"the checkpoint is of another network than the recipe's: {str(error).splitlines()[-1]}"
-        ) from error
+        problem = str(error).splitlines()[-1].strip()
+        raise FileError(f"the checkpoint is of another network than the recipe's: {problem}") from error
+
+
+def restore_optimizer_(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
+    """Put a checkpoint's momenta and the like back."""
     saved = checkpoint.rest["optimizer"]
     entries: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in saved["numbers"].items()}
     for name, value in checkpoint.tensors.items():

@@ -31,6 +31,8 @@ from headgate.training.team import Team
 EVAL_BATCH = 500
 DECIDED_EVERY = 50
 """Steps after which the thresholded cost is looked at again."""
+SQUEEZE_EVERY = 50
+"""Steps after which it is asked what has closed for good."""
 
 
 class Interrupted(Exception):
@@ -114,13 +116,27 @@ def run_phase(phase: Phase, around: Surroundings) -> None:
             journal.step(
                 {"loss": totals.last, "accuracy": totals.accuracy, "lr": lr, **_gate_values(gated, phase.step)}
             )
-            _obey(phase, around, totals.last, last_of_phase=phase.step == epochs * steps)
+            if gated is not None and recipe.squeeze_below and phase.step % SQUEEZE_EVERY == 0:
+                net, optimizer = _squeeze(phase, gated, net, optimizer, around)
+            if phase.step % steps:
+                _obey(phase, around, totals.last)
         values = totals.means() | _gate_values(gated, 0) | {"lr": lr, "seconds": time.perf_counter() - started}
         journal.epoch(values | around.every_epoch(phase))
+        _obey(phase, around, totals.last, last_of_phase=phase.step == epochs * steps)  # the epoch is logged: go on there
     team.release()
 
 
-def _obey(phase: Phase, around: Surroundings, loss: float, last_of_phase: bool) -> None:
+def _squeeze(
+    phase: Phase, gated: GatedModel, net: nn.Module, optimizer: Optimizer, around: Surroundings
+) -> tuple[nn.Module, Optimizer]:
+    """Leave out what has closed for good, if that is worth it; all processes come to the same end."""
+    if not gated.squeeze_(around.recipe.squeeze_below, phase.optimizer):
+        return net, optimizer
+    around.team.release()
+    return around.team.prepare(phase.net, phase.optimizer)
+
+
+def _obey(phase: Phase, around: Surroundings, loss: float, last_of_phase: bool = False) -> None:
     """Look up after a step: is the loss a number, does anybody want to stop or to save? All processes agree."""
     broken, stop, save = around.team.any_of([not np.isfinite(loss), around.wants_stop(), around.wants_save()])
     if broken:

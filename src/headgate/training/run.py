@@ -146,9 +146,12 @@ class Run:
 
     def _carry_out(self, name: PhaseName, start: Start, data: DataSet, resumed: checkpoints.Checkpoint | None) -> None:
         net = self._net(name, start, data).to(self.team.device)
+        inside = resumed is not None and bool(resumed.tensors)
+        if resumed is not None and inside:
+            checkpoints.restore_net_(resumed, net)
         phase = begin(name, net, self.recipe, self._teacher(name, start))
-        if resumed is not None and resumed.tensors:
-            checkpoints.restore_(resumed, phase.net, phase.optimizer)
+        if resumed is not None and inside:
+            checkpoints.restore_optimizer_(resumed, phase.optimizer)
             phase.step = resumed.step
         self._entered = time.monotonic()
         around = Surroundings(
@@ -262,6 +265,7 @@ class Run:
 
     def _resumed(self) -> checkpoints.Checkpoint | None:
         if not (self.folder / checkpoints.FILE).exists():
+            self.journal.resume_at(0)  # killed before its first checkpoint, or new
             return None
         found = checkpoints.read_checkpoint(self.folder)
         if found.recipe != self.recipe.to_json():

@@ -174,10 +174,11 @@ class Bar(Screen):
 
     def epoch(self, view: View, now: float) -> None:
         line = Text.assemble((view.phase, "bold"), "  ", view.epoch_of, "  ", describe(view.values))
-        self._console.print(line, soft_wrap=True)
+        self._console.print(line, highlight=False)
+        self.step(view, now)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, emoji=False)
 
     def close(self) -> None:
         self._live.stop()

@@ -1,0 +1,118 @@
+"""The contract of squeezing: with the gates that are left, the stand-in computes what the dense network computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import headgate
+from tests.inference.test_shrunk_equals_gated import gated_network, ways
+from tests.networks import NETWORKS, example
+from tests.oracle import difference
+
+
+def close_some_(gated: headgate.GatedModel, share: float, seed: int) -> None:
+    """As if training had closed some gates for good, and was undecided about the others."""
+    random = np.random.default_rng(seed)
+    p = torch.tensor(random.uniform(0.2, 0.9, gated.graph.gate_count), dtype=torch.float32)
+    p[torch.from_numpy(random.random(len(p)) < share)] = 0.001
+    gated.gates.set_probabilities(p)
+
+
+@pytest.mark.parametrize(("name", "stream", "granularity"), ways())
+def test_squeezed_equals_gated(name: str, stream: str, granularity: Any) -> None:
+    case = NETWORKS[name]
+    gated = gated_network(case, stream=stream, granularity=granularity)
+    batch = example(case, batch=3, seed=7)
+    for share in (0.5, 0.9):  # the second squeezes what was squeezed already
+        close_some_(gated, share, seed=3)
+        if not gated.squeeze_(least_gain=-1):
+            continue
+        small_eval, small_train = outputs(gated.eval(), batch), outputs(gated.train(), batch)
+        macs = gated.eval().macs()
+        probabilities = gated.gates.probabilities().clone()
+        state = gated.unsqueeze_().state_dict()
+        assert torch.equal(gated.gates.probabilities(), probabilities)
+        assert difference(outputs(gated.eval(), batch), small_eval) < 1e-4
+        assert difference(outputs(gated.train(), batch), small_train) < 1e-4
+        assert gated.eval().macs() == macs
+        assert state.keys() == gated_network(case, stream=stream, granularity=granularity).state_dict().keys()
+
+
+@torch.no_grad()
+def outputs(gated: headgate.GatedModel, batch: tuple[Any, ...]) -> Any:
+    torch.manual_seed(1)
+    state = {name: value.clone() for name, value in gated.state_dict().items() if isinstance(value, torch.Tensor)}
+    result = gated(*batch)
+    gated.load_state_dict(state, strict=False)  # BatchNorm's statistics as before
+    return result
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(96, 4)
+    )
+
+
+def trained(squeeze: bool, steps: int = 6) -> headgate.GatedModel:
+    gated = headgate.gate(small_net(), torch.zeros(1, 3, 8, 8), target=0.5)
+    p = torch.full((gated.graph.gate_count,), 0.7)
+    p[[0, 3, 9]] = 1e-30
+    gated.gates.set_probabilities(p)
+    gated.gates.close_(p < 0.1)
+    optimizer = torch.optim.SGD(gated.param_groups(lr=0.05, weight_decay=0.0), momentum=0.9)
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    for step in range(steps):
+        torch.manual_seed(step)
+        (gated(x).square().mean() + gated.cost_loss()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if squeeze and step == 2:
+            assert gated.squeeze_(0.02, optimizer, least_gain=0)
+            assert gated.model[0].out_channels == 6 and gated.model[3].out_channels == 5  # type: ignore[index]
+    return gated
+
+
+def test_training_goes_on_as_if_nothing_had_happened() -> None:
+    """Same draws, same momentum: what is left learns the same, squeezed or not."""
+    plain, squeezed = trained(False), trained(True).unsqueeze_()
+    for (name, a), (_, b) in zip(plain.named_parameters(), squeezed.named_parameters(), strict=True):
+        if name == "model.0.weight":
+            a, b = a[[1, 2, 4, 5, 6, 7]], b[[1, 2, 4, 5, 6, 7]]
+        if name == "model.3.weight":
+            a, b = a[1:, [1, 2, 4, 5, 6, 7]], b[1:, [1, 2, 4, 5, 6, 7]]
+        if name.startswith(("model.1", "model.3.bias", "model.0.bias", "model.6")):
+            continue  # what belongs to closed channels drifts apart; it is never seen
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_squeezing_for_little_gain_is_not_done() -> None:
+    gated = headgate.gate(small_net(), torch.zeros(1, 3, 8, 8), target=0.5)
+    assert not gated.squeeze_()
+    assert gated.model[0].out_channels == 8  # type: ignore[index]
+
+
+def test_what_needs_the_dense_network_gets_it_back(tmp_path: Any) -> None:
+    for use in (
+        lambda gated: gated.shrink(),
+        lambda gated: headgate.save(gated, tmp_path / "gated.safetensors"),
+        lambda gated: gated.strategy("always_on"),
+        lambda gated: gated.calibrate([torch.randn(4, 3, 8, 8)], batches=1),
+    ):
+        gated = trained(True)
+        use(gated)
+        assert gated.model[0].out_channels == 8  # type: ignore[index]
+
+
+def test_a_squeezed_state_goes_into_a_fresh_gated_network() -> None:
+    gated = trained(True)
+    fresh = headgate.gate(small_net(), torch.zeros(1, 3, 8, 8), target=0.5)
+    fresh.load_state_dict(gated.state_dict())
+    x = torch.randn(4, 3, 8, 8)
+    assert fresh.model[0].out_channels == 6  # type: ignore[index]
+    torch.testing.assert_close(fresh.eval()(x), gated.eval()(x))

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from headgate.errors import HeadgateError
+from headgate.training.recipe import RECIPES, Recipe, learning_rate, overridden, recipe_named
+
+
+def test_every_field_has_its_sentence() -> None:
+    for field in dataclasses.fields(Recipe):
+        assert field.metadata["help"].endswith("."), field.name
+
+
+@pytest.mark.parametrize("name", ["cifar10-resnet20-static", "cifar10-resnet56-static", "cifar10-resnet110-static"])
+def test_the_papers_cifar_experiments_have_names(name: str) -> None:
+    assert recipe_named(name).data == "cifar10"
+
+
+@pytest.mark.parametrize("depth", [18, 34, 50, 101])
+def test_the_papers_imagenet_schedule(depth: int) -> None:
+    recipe = recipe_named(f"imagenet-resnet{depth}-static")
+    assert (recipe.batch_size, recipe.epochs, recipe.weight_decay) == (256, 100, 1e-4)
+    rates = [recipe.lr("gates", epoch * 10, 10) for epoch in (0, 29, 30, 60, 90)]
+    assert rates == pytest.approx([0.1, 0.1, 0.01, 0.001, 0.0001])
+
+
+def test_a_recipe_survives_json() -> None:
+    for recipe in RECIPES.values():
+        changed = overridden(recipe, {"frozen": ("conv1",), "teacher": "x=y"})
+        assert Recipe.from_json(changed.to_json()) == changed
+
+
+def test_overriding_takes_only_what_was_given() -> None:
+    recipe = recipe_named("digits-static")
+    assert overridden(recipe, {"target": None, "seed": None}) is recipe
+    assert overridden(recipe, {"target": "0.3"}).target == "0.3"
+    with pytest.raises(HeadgateError, match="no field 'nonsense'"):
+        overridden(recipe, {"nonsense": 1})
+
+
+def test_an_unknown_recipe_is_answered_with_a_guess() -> None:
+    with pytest.raises(HeadgateError, match="did you mean cifar10-resnet56-static"):
+        recipe_named("cifar10-resnet56")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("gate_epochs", -1), ("batch_size", 0), ("ramp", 1.5), ("tune_lr", float("nan")), ("gate_schedule", "linear"),
+        ("budget", "none"), ("precision", "fp8"), ("distill", -0.1), ("step_epochs", 0),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(HeadgateError, match=field):
+        dataclasses.replace(RECIPES["digits-static"], **{field: value})
+
+
+def test_schedules_start_and_end_where_they_should() -> None:
+    for schedule in ("cosine", "onecycle"):
+        assert learning_rate(schedule, 1.0, 100, 100, 1) == pytest.approx(0, abs=1e-12)
+    assert learning_rate("cosine", 1.0, 0, 100, 1) == 1
+    assert learning_rate("onecycle", 1.0, 0, 100, 1) == pytest.approx(0.1)
+    assert max(learning_rate("onecycle", 1.0, step, 100, 1) for step in range(101)) == pytest.approx(1)
+    assert learning_rate("constant", 0.3, 50, 100, 1) == 0.3
+
+
+def test_a_recipe_of_another_version_is_refused() -> None:
+    with pytest.raises(HeadgateError, match="another version"):
+        Recipe.from_json({"name": "x", "new_field": 1})

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import headgate
+from headgate.errors import FileError, HeadgateError, NonFiniteLoss
+from headgate.inference import files
+from tests.training.tiny import make
+from headgate.training import checkpoint as checkpoints
+from headgate.training import loop
+from headgate.training.journal import read_log
+from headgate.training.loop import Interrupted
+from headgate.training.recipe import RECIPES
+from headgate.training.start import Options, go
+from tests.training.runs import RECIPE, TINY, options_of, run, same_weights, start_process
+
+EVERY_STEP = Options(quiet=True, checkpoint_seconds=0)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder)
+    return folder
+
+
+def test_a_run_meets_its_target_from_below(whole: Path) -> None:
+    result = json.loads((whole / "result.json").read_text())
+    assert result["macs_fraction"]["shrunk"] <= 0.5
+    assert result["macs_fraction"]["shrunk"] > 0.49
+    assert result["macs"]["gated"] == result["macs"]["shrunk"]
+    small = headgate.load(whole / "small.safetensors", make())
+    assert headgate.count_macs(small, torch.zeros(1, 1, 8, 8)) == result["macs"]["shrunk"]
+
+
+def test_a_run_learns(whole: Path) -> None:
+    result = json.loads((whole / "result.json").read_text())
+    assert result["accuracy"]["shrunk"] > 0.7
+    assert result["images"] == 360 and result["measured_on"] == "test"
+
+
+def test_the_log_tells_the_whole_story(whole: Path) -> None:
+    lines = read_log(whole / "log.jsonl")
+    kinds = [line["kind"] for line in lines if line["kind"] != "step"]
+    assert kinds == ["start", "epoch", "epoch", "epoch", "decided", "epoch", "end"]
+    gates = [line for line in lines if line["kind"] == "epoch" and line["phase"] == "gates"]
+    assert {"loss", "accuracy", "cost", "cost_decided", "polarised", "goal"} <= gates[-1].keys()
+
+
+def test_the_same_run_twice_has_the_same_weights(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path / "again")
+    assert same_weights(whole, tmp_path / "again")
+    run(tmp_path / "other", seed=1)
+    assert not same_weights(whole, tmp_path / "other", "dense.safetensors")
+
+
+@pytest.mark.parametrize("stop_at", [("dense", 4), ("gates", 11), ("gates", 15), ("tune", 1), ("tune", 10)])
+def test_an_interrupted_run_ends_with_the_same_bits(
+    whole: Path, tmp_path: Path, stop_at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obey = loop._obey
+
+    def stop(phase, around, loss, last_of_phase=False):  # type: ignore[no-untyped-def]
+        if (phase.name, phase.step) == stop_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        obey(phase, around, loss, last_of_phase)
+
+    monkeypatch.setattr(loop, "_obey", stop)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run")
+    monkeypatch.setattr(loop, "_obey", obey)
+    torch.manual_seed(99)
+    go(tmp_path / "run", None, EVERY_STEP)
+    assert same_weights(whole, tmp_path / "run")
+    done = [(line["phase"], line["epoch"]) for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "epoch"]
+    assert len(done) == len(set(done)) == 4  # nothing logged twice, nothing missing
+
+
+def test_killed_at_any_moment(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = [*options_of(RECIPE), "--out", str(folder), "--checkpoint-seconds", "0", "--quiet", "--threads", "1"]
+    kills = 0
+    resume = ["--resume", str(folder), "--checkpoint-seconds", "0", "--quiet", "--threads", "1"]
+    for delay in (0.15, 0.4, 0.8):
+        process = start_process(*words)
+        seen = _mark(folder)
+        while process.poll() is None and _mark(folder) == seen:  # until it has written something new
+            time.sleep(0.01)
+        time.sleep(delay)
+        process.kill()
+        process.communicate()
+        kills += 1
+        if (folder / "checkpoint.safetensors").exists():
+            words = resume
+        else:
+            words = [*words[:-2], "--threads", "1"]
+    process = start_process(*(words if not (folder / "recipe.json").exists() else resume))
+    _, complaint = process.communicate(timeout=120)
+    assert process.returncode == 0, complaint
+    assert kills == 3
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        run(tmp_path / "undisturbed")
+    finally:
+        torch.set_num_threads(threads)
+    assert same_weights(tmp_path / "undisturbed", folder)
+    assert not list(folder.glob(".checkpoint*"))
+
+
+def _mark(folder: Path) -> float:
+    path = folder / "checkpoint.safetensors"
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start_process(*options_of(RECIPE), "--gate-epochs", "200", "--out", str(folder), "--checkpoint-seconds", "0")
+    while process.poll() is None and not (folder / "checkpoint.safetensors").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said, complaint = process.communicate(timeout=60)
+    assert process.returncode == 130, complaint
+    assert f"headgate train --resume {folder}" in complaint
+    assert "\x1b" not in said  # no terminal, no control characters
+
+
+DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+import headgate.training.start as start, headgate.training.loop as loop
+from pathlib import Path
+obey = loop._obey
+def full(phase, around, loss, last_of_phase=False):
+    if (phase.name, phase.step) == ("gates", 13):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+    obey(phase, around, loss, last_of_phase)
+loop._obey = full
+try:
+    start.go(Path(sys.argv[1]), None, start.Options(quiet=True, checkpoint_seconds=0))
+except Exception as error:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_full_disk_loses_nothing(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+
+    folder = tmp_path / "run"
+    obey = loop._obey
+
+    def stop(phase, around, loss, last_of_phase=False):  # type: ignore[no-untyped-def]
+        if (phase.name, phase.step) == ("gates", 10):
+            os.kill(os.getpid(), signal.SIGINT)
+        obey(phase, around, loss, last_of_phase)
+
+    monkeypatch.setattr(loop, "_obey", stop)
+    with pytest.raises(Interrupted):
+        run(folder)
+    monkeypatch.setattr(loop, "_obey", obey)
+    done = subprocess.run(
+        [sys.executable, "-c", DISK, str(folder)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.startswith("FileError"), done.stdout + done.stderr
+    assert "free some space" in done.stdout
+    assert checkpoints.read_checkpoint(folder).step == 12
+    go(folder, None, EVERY_STEP)
+    assert same_weights(whole, folder)
+
+
+def test_a_corrupt_checkpoint_is_refused(tmp_path: Path, whole: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, tune_epochs=0)
+    (folder / "result.json").unlink()
+    path = folder / "checkpoint.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(good[:-3])
+    with pytest.raises(FileError, match="damaged"):
+        go(folder, None, EVERY_STEP)
+    path.write_bytes((whole / "small.safetensors").read_bytes())
+    with pytest.raises(FileError, match="no checkpoint"):
+        go(folder, None, EVERY_STEP)
+    path.write_bytes(b"\x80\x04pickle pickle pickle")
+    with pytest.raises(FileError, match="pickle"):
+        go(folder, None, EVERY_STEP)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "run", tune_epochs=0)
+    (tmp_path / "run" / "result.json").unlink()
+    recipe = json.loads((tmp_path / "run" / "recipe.json").read_text())
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps({**recipe, "target": "0.4"}))
+    with pytest.raises(FileError, match="another recipe"):
+        go(tmp_path / "run", None, EVERY_STEP)
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    files.write(tmp_path / checkpoints.FILE, {}, {"kind": "checkpoint", "version": 99})
+    with pytest.raises(FileError, match="version 99"):
+        checkpoints.read_checkpoint(tmp_path)
+
+
+def test_a_used_folder_and_a_finished_run_are_refused(whole: Path) -> None:
+    with pytest.raises(FileError, match="not empty.*--resume"):
+        run(whole)
+    with pytest.raises(FileError, match="is done"):
+        go(whole, None, EVERY_STEP)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="is no run"):
+        go(tmp_path, None, EVERY_STEP)
+
+
+def test_nan_ends_the_run_and_names_the_step(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteLoss, match="phase 'dense'"):
+        run(tmp_path / "run", dense_lr=1e30, dense_epochs=3)
+
+
+def test_distillation_changes_the_run_and_not_its_target(tmp_path: Path, whole: Path) -> None:
+    result = run(tmp_path / "run", distill=0.7)
+    assert 0.49 < result["macs_fraction"]["shrunk"] <= 0.5
+    assert not same_weights(whole, tmp_path / "run")
+
+
+def test_another_teacher(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(make().state_dict(), tmp_path / "teacher.safetensors")
+    run(tmp_path / "run", distill=0.5, teacher=f"{TINY}={tmp_path / 'teacher.safetensors'}", gate_epochs=1)
+
+
+def test_squeezing_on_the_way_keeps_target_and_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SQUEEZE_EVERY", 3)
+    changes = {"gate_epochs": 4, "gate_lr": 0.5, "squeeze_below": 0.3}
+    squeezed = []
+    squeeze_ = headgate.GatedModel.squeeze_
+
+    def watched(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        squeezed.append(squeeze_(self, *args, **kwargs))
+        return squeezed[-1]
+
+    monkeypatch.setattr(headgate.GatedModel, "squeeze_", watched)
+    result = run(tmp_path / "whole", **changes)
+    assert any(squeezed)
+    assert 0.49 < result["macs_fraction"]["shrunk"] <= 0.5
+    obey = loop._obey
+
+    def stop(phase, around, loss, last_of_phase=False):  # type: ignore[no-untyped-def]
+        if (phase.name, phase.step) == ("gates", 40):
+            os.kill(os.getpid(), signal.SIGINT)
+        obey(phase, around, loss, last_of_phase)
+
+    monkeypatch.setattr(loop, "_obey", stop)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", **changes)
+    monkeypatch.setattr(loop, "_obey", obey)
+    go(tmp_path / "run", None, EVERY_STEP)
+    assert same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+def test_validation_leaves_the_test_set_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(tmp_path / "run", validation=200)
+    assert result["measured_on"] == "validation" and result["images"] == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": ""}, "names no model"), ({"target": "2"}, "at most 1"), ({"target": "60X"}, "no number of MACs"),
+        ({"data": "nonsense"}, "nonsense"), ({"weights": "missing.safetensors"}, "no such weights"),
+        ({"weights": "pretrained"}, "no pretrained weights"), ({"granularity": "pixel"}, "granularity"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_recipe_is_said(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(HeadgateError, match=message):
+        run(tmp_path / "run", **changes)
+
+
+def test_layer_gates_and_the_per_gate_loss_run_too(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", granularity="layer", loss="per_gate", rate=0.3, target="0.75", dense_epochs=0)
+    assert result["macs_fraction"]["shrunk"] <= 0.75
+
+
+def test_the_embedded_recipe_is_what_the_demo_trains() -> None:
+    assert RECIPES["digits-static"].model == "digits_resnet"
