@@ -16,11 +16,10 @@ import statistics
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -173,7 +172,6 @@ class Cell:
     """One method with one seed, and where it is kept."""
 
     method: str
-    seed: int
     folder: Path
     recipe: Recipe
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -207,12 +205,12 @@ def _cells(options: Namespace) -> Iterator[Cell]:
         recipe_named(START), name=DENSE, weights=options.weights, data_dir=options.data_dir,
         target=f"{options.target:g}", validation=options.validation, gate_epochs=0, tune_epochs=0,
     )  # fmt: skip
-    yield Cell(DENSE, 0, _folder(options, DENSE, 0), untrained, quick)
+    yield Cell(DENSE, _folder(options, DENSE, 0), untrained, quick)
     for seed in options.seeds:
         for method in options.methods:
             sparse = {"sparse_reg": options.sparse_reg} if method.startswith(SPARSE_METHOD) else {}
             recipe = recipe_for(method, seed, options)
-            yield Cell(method, seed, _folder(options, method, seed), recipe, {**sparse, **quick})
+            yield Cell(method, _folder(options, method, seed), recipe, {**sparse, **quick})
 
 
 def _carry_out(options: Namespace) -> None:
@@ -270,8 +268,7 @@ def _carry_out_cell(
         steps = data.train.steps(cell.recipe.batch_size)
         journal.plan([(name, epochs * steps) for name in PHASES if (epochs := cell.recipe.epochs_of(name))])
         if cell.base in OURS:
-            with _data_in_place(data) if options.quick else nullcontext():
-                Run(cell.recipe, cell.folder, team, journal, options.checkpoint_seconds).execute()
+            Run(cell.recipe, cell.folder, team, journal, options.checkpoint_seconds, data).execute()
         else:
             PeerRun(cell, data, team, journal, wants_stop, options.checkpoint_seconds).execute()
 
@@ -445,11 +442,6 @@ def _random_data() -> DataSet:
     return DataSet("random", train, train, 10, train.shape)
 
 
-def _data_in_place(data: DataSet) -> Any:
-    """A `Run` opens its data by name; meanwhile it finds these."""
-    return mock.patch("headgate.training.run.data_of", lambda recipe: data)
-
-
 # -------------------------------------------------------------------------------------------------------- table
 
 
@@ -537,10 +529,23 @@ def _line(row: Row, first: Row) -> list[Any]:
 
 
 def _results(rows: Sequence[Row]) -> dict[str, Any]:
+    cell = rows[0]["cells"][0]
     return {
-        "model": "cifar_resnet20", "target": float(rows[0]["settings"]["recipe"]["target"]), "spread": "sample standard deviation over the seeds",
-        "measured_on": rows[0]["cells"][0]["measured_on"], "images": rows[0]["cells"][0]["images"], "rows": list(rows),
-    }  # fmt: skip
+        "model": "cifar_resnet20",
+        "target": float(rows[0]["settings"]["recipe"]["target"]),
+        "spread": "sample standard deviation over the seeds",
+        "measured_on": cell["measured_on"],
+        "images": cell["images"],
+        "start_recipe": recipe_named(START).to_json(),
+        "rows": [{**row, "settings": _changed(row["settings"])} for row in rows],
+    }
+
+
+def _changed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a method, of its recipe only what is not the start recipe's."""
+    start = recipe_named(START).to_json()
+    recipe = {name: value for name, value in settings["recipe"].items() if value != start.get(name)}
+    return {**settings, "recipe": recipe}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ whole batch must end with the same weights.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -53,14 +54,14 @@ def main(out: Path) -> None:
     around = Surroundings(
         replace(RECIPE, batch_size=BATCH), data.train, team, SilentJournal(), wants_stop=lambda: phase.step == STEPS
     )
-    try:
+    with contextlib.suppress(Interrupted):
         run_phase(phase, around)
-    except Interrupted:
-        pass
     share = accuracy(gated, data.test, team)
     if team.main:
         tensors = {name: p.detach().clone() for name, p in gated.named_parameters()}
-        save_file({**tensors, "accuracy": torch.tensor(share, dtype=torch.float64)}, out / f"{team.processes}.safetensors")
+        save_file(
+            {**tensors, "accuracy": torch.tensor(share, dtype=torch.float64)}, out / f"{team.processes}.safetensors"
+        )
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import headgate
 from headgate.cli import app
-from tests.training.tiny import make
 from tests.training.runs import run
+from tests.training.tiny import make
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,15 @@ def test_shrink_writes_what_loads(folder: Path, tmp_path: Path) -> None:
     import onnxruntime
 
     made = json.loads(
-        ask("shrink", str(folder), "--out", str(tmp_path / "s.safetensors"), "--onnx", str(tmp_path / "s.onnx"), "--json")
+        ask(
+            "shrink",
+            str(folder),
+            "--out",
+            str(tmp_path / "s.safetensors"),
+            "--onnx",
+            str(tmp_path / "s.onnx"),
+            "--json",
+        )
     )
     small = headgate.load(tmp_path / "s.safetensors", make())
     x = torch.randn(3, 1, 8, 8)

@@ -122,7 +122,9 @@ def run_phase(phase: Phase, around: Surroundings) -> None:
                 _obey(phase, around, totals.last)
         values = totals.means() | _gate_values(gated, 0) | {"lr": lr, "seconds": time.perf_counter() - started}
         journal.epoch(values | around.every_epoch(phase))
-        _obey(phase, around, totals.last, last_of_phase=phase.step == epochs * steps)  # the epoch is logged: go on there
+        _obey(
+            phase, around, totals.last, last_of_phase=phase.step == epochs * steps
+        )  # the epoch is logged: go on there
     team.release()
 
 

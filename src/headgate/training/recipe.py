@@ -86,6 +86,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("dense_epochs", "gate_epochs", "tune_epochs", "validation", "workers"):
             _check(getattr(self, name) >= 0, self, name, "it can't be negative")
+        _check(self.gate_epochs > 0 or self.tune_epochs == 0, self, "gate_epochs", "above 0 to tune")
         _check(self.batch_size >= 1, self, "batch_size", "at least 1")
         _check(self.step_epochs >= 1, self, "step_epochs", "at least 1")
         for name in ("ramp", "distill", "squeeze_below", "label_smoothing"):

@@ -32,6 +32,7 @@ from headgate.storage import load, save
 from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import AnyJournal
 from headgate.training.loop import (
+    Interrupted,
     Phase,
     Surroundings,
     accuracy,
@@ -116,6 +117,8 @@ class Run:
     team: Team
     journal: AnyJournal
     checkpoint_seconds: float = 120.0
+    data: DataSet | None = None
+    """Other data than the recipe names."""
     seconds: dict[str, float] = field(default_factory=dict)
     _saved: float = field(default_factory=time.monotonic)
     _entered: float = field(default_factory=time.monotonic)
@@ -123,7 +126,7 @@ class Run:
 
     def execute(self) -> dict[str, Any]:
         """Carry it out, from its checkpoint if there is one; returns the result that is also written."""
-        data = data_of(self.recipe)
+        data = self.data or data_of(self.recipe)
         start = start_of(self.recipe, data)
         resumed = self._resumed()
         if resumed is None:
@@ -137,9 +140,11 @@ class Run:
             for name in left:
                 if self.recipe.epochs_of(name):
                     self._carry_out(name, start, data, resumed if resumed and resumed.phase == name else None)
-                if name == "gates":
+                if name == "gates" and self.recipe.gate_epochs:
                     self._decide(start, data)
                 self._next_phase(name)
+                if any(self.team.any_of([self._stop])):
+                    raise Interrupted
         return self._finish(start, data)
 
     # ------------------------------------------------------------------------------------------------ phases
@@ -188,7 +193,7 @@ class Run:
     def _decide(self, start: Start, data: DataSet) -> None:
         """Between gates and tuning: calibrate, shrink, keep both."""
         self._entered = time.monotonic()
-        gated = load(self.folder / GATED, start.build()) if self.recipe.gate_epochs else self._net("gates", start, data)
+        gated = load(self.folder / GATED, start.build())
         assert isinstance(gated, GatedModel)
         gated.to(self.team.device)
         sampled, thresholded = gated.budget.last_cost, gated.thresholded_macs()
@@ -222,6 +227,7 @@ class Run:
         nets = {
             name: load(self.folder / file, start.build()).to(self.team.device)
             for name, file in (("dense", DENSE), ("gated", GATED), ("shrunk", SMALL))
+            if (self.folder / file).exists()
         }
         macs = {name: macs_of(net, start.example) for name, net in nets.items()}
         measured = "validation" if self.recipe.validation else "test"

@@ -1,0 +1,166 @@
+"""Which way of gating is better, and is every budget met? Variants of one recipe on CIFAR-10, run by run.
+
+`--table budgets`: targets from .3 to .7. `--table granularity`: channels against whole blocks, and what masks on the
+stream add to the inner ones, all at the same MACs. `--table run_cost`: the wall time of a whole run to half the MACs
+against dense training for as many epochs, alternating. Runs are `headgate.training` runs in folders of their own: a
+finished one is not run again, an interrupted one goes on. Knows nothing of other libraries.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import HERE, names_in, parser, show
+from rich.console import Console
+
+from headgate.analysis.records import write_record
+from headgate.gated import GatedModel
+from headgate.graph.grouping import ChannelGraph
+from headgate.models.names import build
+from headgate.storage import load
+from headgate.training.recipe import Recipe, overridden, recipe_named
+from headgate.training.start import Options, go, use_threads
+
+QUESTIONS = {
+    "budgets": "Is every target met, from below and within one gate?",
+    "granularity": "Channels or whole blocks? And what do masks on the stream add to the inner ones?",
+    "run_cost": "How long is a whole run to half the MACs, beside dense training for as many epochs?",
+}
+STREAM_NORMS = ("bn1", *(f"layer{stage}.{block}.bn2" for stage in (1, 2, 3) for block in range(3)))
+"""Frozen, they keep the stream of ResNet-20 whole: only inner channels have gates."""
+TARGETS = ("0.3", "0.4", "0.5", "0.6", "0.7")
+Row = dict[str, Any]
+
+
+def variants(table: str, recipe: Recipe) -> dict[str, Recipe]:
+    """Name → recipe."""
+    if table == "budgets":
+        return {f"target {target}": replace(recipe, target=target) for target in TARGETS}
+    if table == "granularity":
+        return {
+            "channels, shared stream": replace(recipe, stream="shared"),
+            "channels, indexed stream (all five masks)": replace(recipe, stream="indexed"),
+            "channels, inner masks only": replace(recipe, frozen=STREAM_NORMS),
+            "groups of 4 channels": replace(recipe, granularity="4"),
+            "whole blocks": replace(recipe, granularity="layer"),
+        }
+    dense = replace(recipe, dense_epochs=recipe.epochs, gate_epochs=0, tune_epochs=0)
+    return {"dense": dense, "static": recipe, "dense again": dense}
+
+
+def main() -> None:
+    options = _options()
+    use_threads(options.threads)
+    base = overridden(
+        recipe_named(options.recipe),
+        {
+            "weights": options.weights,
+            "data_dir": options.data_dir,
+            "validation": options.validation,
+            **_epochs(options),
+        },
+    )
+    rows = []
+    for name, recipe in variants(options.table, base).items():
+        for seed in options.seeds:
+            folder = Path(options.runs) / options.table / f"{name.replace(' ', '_').replace(',', '')}-s{seed}"
+            rows.append(_row(name, replace(recipe, seed=seed), folder))
+            Console(highlight=False).print(json.dumps(rows[-1]))
+    columns = list(rows[0])
+    show(QUESTIONS[options.table], columns, [[row.get(column) for column in columns] for row in rows])
+    results = {"rows": rows, "summary": _summary(rows), "recipe": base.to_json() | {"weights": None, "data_dir": None}}
+    if options.table == "run_cost":
+        results["static_over_dense"] = _ratio(rows)
+    out = options.out or HERE / "records" / f"cifar10_{options.table}.json"
+    write_record(out, question=QUESTIONS[options.table], results=results, threads=options.threads, seeds=options.seeds)
+
+
+def _options() -> Namespace:
+    made = parser("Variants of a recipe on CIFAR-10.", "cifar10_variants")
+    made.set_defaults(out=None)
+    made.add_argument("--table", choices=list(QUESTIONS), required=True)
+    made.add_argument("--recipe", default="cifar10-resnet20-static")
+    made.add_argument("--weights", help="safetensors file to start from")
+    made.add_argument("--data-dir", help="folder that holds cifar10")
+    made.add_argument("--runs", default="runs/cifar10_variants", help="folder for the runs")
+    made.add_argument("--validation", type=int, default=0)
+    made.add_argument("--gate-epochs", type=int)
+    made.add_argument("--tune-epochs", type=int)
+    made.add_argument("--seeds", type=lambda text: [int(part) for part in names_in(text)], default=[0])
+    return made.parse_args()
+
+
+def _epochs(options: Namespace) -> dict[str, int | None]:
+    if options.quick:
+        return {"gate_epochs": 1, "tune_epochs": 0}
+    return {"gate_epochs": options.gate_epochs, "tune_epochs": options.tune_epochs}
+
+
+def _row(name: str, recipe: Recipe, folder: Path) -> Row:
+    result_file = folder / "result.json"
+    if not result_file.exists():
+        fresh = not (folder / "recipe.json").exists()
+        go(folder, recipe if fresh else None, Options(checkpoint_seconds=60))
+    result = json.loads(result_file.read_text())
+    last = "shrunk" if recipe.gate_epochs else "dense"
+    row: Row = {
+        "variant": name, "seed": recipe.seed, "accuracy": result["accuracy"][last],
+        "macs_fraction": result["macs_fraction"][last], "seconds": round(sum(result["seconds"].values()), 1),
+        "measured_on": result["measured_on"],
+    }  # fmt: skip
+    return row | _budget(recipe, folder) if recipe.gate_epochs else row
+
+
+def _budget(recipe: Recipe, folder: Path) -> Row:
+    """How far below its target the decided network is, beside the dearest closed gate that could still be opened."""
+    gated = load(folder / "gated.safetensors", build(recipe.model))
+    assert isinstance(gated, GatedModel)
+    gap = gated.target - gated.eval().macs() / gated.dense_macs
+    return {
+        "gates": gated.graph.gate_count, "target": gated.target, "below_target": gap,
+        "cheapest_gate": cheapest_gate(gated.graph, gated), "sampled_cost": gated.budget.last_cost,
+        "polarised": round(gated.polarised(), 4),
+    }  # fmt: skip
+
+
+def cheapest_gate(graph: ChannelGraph, gated: GatedModel) -> float:
+    """The least share of the MACs that one more open gate would add: the target is met within one gate below it."""
+    decisions = gated.decisions.cpu().numpy()
+    now = gated.cost.decided_macs(decisions)
+    costs = []
+    for number in (~decisions).nonzero()[0]:
+        more = decisions.copy()
+        more[number] = True
+        costs.append((gated.cost.decided_macs(more) - now) / graph.dense_macs)
+    return min(costs, default=0.0)
+
+
+def _summary(rows: list[Row]) -> list[Row]:
+    """Mean and sample standard deviation over seeds."""
+    found = []
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        shares = [row["accuracy"] for row in rows if row["variant"] == name]
+        spread = statistics.stdev(shares) if len(shares) > 1 else None
+        found.append({"variant": name, "accuracy": statistics.mean(shares), "spread": spread, "seeds": len(shares)})
+    return found
+
+
+def _ratio(rows: list[Row]) -> Row:
+    """Static over the mean of the dense runs before and after it, seed by seed."""
+    seconds = {(row["variant"], row["seed"]): row["seconds"] for row in rows}
+    ratios = [
+        seconds["static", seed] / statistics.mean([seconds["dense", seed], seconds["dense again", seed]])
+        for seed in dict.fromkeys(row["seed"] for row in rows)
+    ]
+    return {"median": statistics.median(ratios), "ratios": ratios}
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()
