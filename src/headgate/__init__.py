@@ -22,6 +22,7 @@ from headgate.graph import layer_rules as rules
 from headgate.graph.layer_rules import register_rule
 from headgate.graph.macs import count_macs
 from headgate.storage import load, save
+from headgate.trained import ZooEntry, zoo, zoo_entries
 
 try:
     __version__ = version("headgate")
@@ -41,6 +42,7 @@ __all__ = [
     "TargetError",
     "TauPoint",
     "TraceError",
+    "ZooEntry",
     "__version__",
     "count_macs",
     "gate",
@@ -49,4 +51,6 @@ __all__ = [
     "register_rule",
     "rules",
     "save",
+    "zoo",
+    "zoo_entries",
 ]

@@ -1,0 +1,53 @@
+"""Take a finished run's network into the zoo: its file, and a record of where it comes from.
+
+    python benchmarks/keep.py runs/cifar10-resnet56-static cifar10-resnet56-static-0.47
+
+The record holds the network's answers to a fixed input too, so that a test can tell whether it still computes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from headgate.analysis.records import commit_of, write_text
+from headgate.models.names import load_named
+from headgate.storage import load
+from headgate.trained import zoo_folder
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description="Take a finished run's network into the zoo.")
+    made.add_argument("run", type=Path)
+    made.add_argument("name")
+    options = made.parse_args()
+    result = json.loads((options.run / "result.json").read_text())
+    if result["measured_on"] != "test":
+        raise SystemExit("this run held training images out: the zoo takes runs measured on the test set")
+    recipe = result["recipe"]
+    target = zoo_folder() / f"{options.name}.safetensors"
+    target.parent.mkdir(exist_ok=True)
+    shutil.copyfile(options.run / "small.safetensors", target)
+    named = load_named(recipe["model"])
+    with torch.no_grad():
+        answers = load(target, named.model).eval()(named.example_input)[0].tolist()
+    commit = commit_of(Path.cwd())
+    record = {
+        "model": recipe["model"], "data": recipe["data"], "accuracy": result["accuracy"]["shrunk"],
+        "dense_accuracy": result["accuracy"]["dense"], "images": result["images"],
+        "macs": result["macs"]["shrunk"], "macs_fraction": result["macs_fraction"]["shrunk"],
+        "parameters": result["parameters"]["shrunk"], "seconds": result["seconds"], "threads": result["threads"],
+        "versions": result["versions"], "cpu": result["cpu"], "commit": commit.sha,
+        "recipe": {**recipe, "weights": Path(recipe["weights"]).name if recipe["weights"] else None, "data_dir": None},
+        "answers": [round(value, 5) for value in answers],
+    }  # fmt: skip
+    write_text(target.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    print(f"{target.name}: {record['accuracy']:.2%} at {record['macs_fraction']:.2%} of the MACs")
+
+
+if __name__ == "__main__":
+    main()
