@@ -43,12 +43,7 @@ def network(folder: Path, name: str, start: Start) -> nn.Module:
     path = folder / NETWORKS[name]
     if not path.is_file():
         raise FileError(f"{folder} has no {NETWORKS[name]} yet: finish the run with `headgate train --resume {folder}`")
-    return load(path, _architecture(start))
-
-
-def _architecture(start: Start) -> nn.Module:
-    """The dense network; its weights do not matter, and may no longer be where they were."""
-    return replace(start, recipe=replace(start.recipe, weights=None)).build()
+    return load(path, start.architecture())
 
 
 def _gated(folder: Path, start: Start) -> GatedModel:
@@ -82,7 +77,7 @@ def evaluate(
     else:
         there = {name: network(folder, name, start) for name, file in NETWORKS.items() if (folder / file).is_file()}
         rows = [(name, accuracy(net, data.test, team), macs_of(net, start.example)) for name, net in there.items()]
-        dense_macs = count_macs(_architecture(start), start.example)
+        dense_macs = count_macs(start.architecture(), start.example)
     return [
         {
             "network": name,

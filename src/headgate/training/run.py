@@ -57,14 +57,18 @@ class Start:
     example: Tensor
 
     def build(self) -> nn.Module:
-        """The dense architecture with the weights the recipe names, or random ones from its seed."""
-        recipe = self.recipe
-        torch.manual_seed(recipe.seed)
-        file = None if recipe.weights in (None, "pretrained") else recipe.weights
-        named = load_named(
-            recipe.model, tuple(self.example.shape), weights=file, pretrained=recipe.weights == "pretrained"
-        )
-        return named.model
+        """The dense network with the weights the recipe names, or random ones from its seed."""
+        weights = self.recipe.weights
+        return self._made(None if weights == "pretrained" else weights, weights == "pretrained")
+
+    def architecture(self) -> nn.Module:
+        """The dense network, for weights of our own: those the recipe names may no longer be where they were."""
+        return self._made(None, False)
+
+    def _made(self, file: str | None, pretrained: bool) -> nn.Module:
+        torch.manual_seed(self.recipe.seed)
+        shape = tuple(self.example.shape)
+        return load_named(self.recipe.model, shape, weights=file, pretrained=pretrained).model
 
 
 def start_of(recipe: Recipe, data: DataSet) -> Start:
@@ -171,20 +175,20 @@ class Run:
 
     def _net(self, name: PhaseName, start: Start, data: DataSet) -> nn.Module:
         """The network at the start of a phase."""
-        dense = load(self.folder / DENSE, start.build())
+        dense = load(self.folder / DENSE, start.architecture())
         if name == "dense":
             return dense
         if name == "gates":
             steps = self.recipe.epochs_of("gates") * data.train.steps(self.recipe.batch_size)
             return gated_of(dense, start.example, self.recipe, steps)
-        return load(self.folder / DECIDED, start.build())
+        return load(self.folder / DECIDED, start.architecture())
 
     def _teacher(self, name: PhaseName, start: Start) -> nn.Module | None:
         recipe = self.recipe
         if recipe.distill == 0 or name == "dense" or (name == "gates" and not recipe.distill_gates):
             return None
         if recipe.teacher is None:
-            teacher = load(self.folder / DENSE, start.build())
+            teacher = load(self.folder / DENSE, start.architecture())
         else:
             model, _, weights = recipe.teacher.rpartition("=")
             teacher = load_named(model or recipe.model, tuple(start.example.shape), weights=weights).model
@@ -193,7 +197,7 @@ class Run:
     def _decide(self, start: Start, data: DataSet) -> None:
         """Between gates and tuning: calibrate, shrink, keep both."""
         self._entered = time.monotonic()
-        gated = load(self.folder / GATED, start.build())
+        gated = load(self.folder / GATED, start.architecture())
         assert isinstance(gated, GatedModel)
         gated.to(self.team.device)
         sampled, thresholded = gated.budget.last_cost, gated.thresholded_macs()
@@ -225,7 +229,7 @@ class Run:
     def _finish(self, start: Start, data: DataSet) -> dict[str, Any]:
         """Measure the networks of the folder, once, and write the result."""
         nets = {
-            name: load(self.folder / file, start.build()).to(self.team.device)
+            name: load(self.folder / file, start.architecture()).to(self.team.device)
             for name, file in (("dense", DENSE), ("gated", GATED), ("shrunk", SMALL))
             if (self.folder / file).exists()
         }
