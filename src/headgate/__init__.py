@@ -21,6 +21,7 @@ from headgate.gates.budget import Budget
 from headgate.graph import layer_rules as rules
 from headgate.graph.layer_rules import register_rule
 from headgate.graph.macs import count_macs
+from headgate.inference.kernel import kernel_level
 from headgate.storage import load, save
 from headgate.trained import ZooEntry, zoo, zoo_entries
 
@@ -47,6 +48,7 @@ __all__ = [
     "count_macs",
     "gate",
     "inspect",
+    "kernel_level",
     "load",
     "register_rule",
     "rules",

@@ -1,0 +1,72 @@
+"""Finds the compiled kernel and calls it through its plain C interface.
+
+Takes contiguous float32 tensors and masks of bytes that somebody else has checked. Knows pointers and sizes, nothing
+of operators or networks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LEVELS = ("portable", "avx2", "avx512")
+Pair = tuple[int, int]
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel, or None. torch is imported by then, so both share one pool of OpenMP threads."""
+    for path in sorted(Path(__file__).parent.glob("_conv*")):
+        if path.suffix in (".so", ".pyd", ".dylib"):
+            try:
+                return _typed(ctypes.CDLL(str(path)))
+            except OSError:
+                continue  # built for another machine
+    return None
+
+
+def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    found.headgate_conv2d.argtypes = [
+        pointer, pointer, pointer, pointer, pointer, pointer, number, pointer, number, pointer, flag, flag, flag,
+    ]  # fmt: skip
+    found.headgate_conv2d.restype = ctypes.c_int
+    found.headgate_level.restype = ctypes.c_int
+    return found
+
+
+def kernel_level() -> str:
+    """Which kernel this machine uses: avx512, avx2, portable, or plain (no compiled kernel)."""
+    found = library()
+    return "plain" if found is None else LEVELS[found.headgate_level()]
+
+
+def conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
+    residual: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, relu: bool, y: Tensor, level: int = -1,
+) -> None:  # fmt: skip
+    """Fill `y`. All tensors are contiguous; masks are of bytes, one row an image or one for all."""
+    found = library()
+    assert found is not None
+    numbers = (ctypes.c_int64 * 15)(
+        *x.shape, y.shape[1], y.shape[2], y.shape[3], weight.shape[2], weight.shape[3], *stride, *padding, *dilation
+    )
+    failed = found.headgate_conv2d(
+        x.data_ptr(), weight.data_ptr(), _at(bias), _at(residual), y.data_ptr(),
+        _at(in_mask), _step(in_mask), _at(out_mask), _step(out_mask),
+        ctypes.addressof(numbers), int(relu), torch.get_num_threads(), level,
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("the convolution's scratch memory could not be allocated")
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _step(mask: Tensor | None) -> int:
+    return 0 if mask is None or mask.shape[0] == 1 else mask.shape[1]

@@ -1,0 +1,64 @@
+// Runs the kernel on random shapes in memory of exactly the right size, against a convolution of seven loops.
+// Compiled with AddressSanitizer by test_kernel.py.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+
+#include "conv.cpp"
+
+int main() {
+  std::mt19937 random(1);
+  auto pick = [&](int low, int high) { return static_cast<int64_t>(low + random() % (high - low + 1)); };
+  auto noise = [&](int64_t count) {
+    std::unique_ptr<float[]> made(new float[std::max<int64_t>(count, 1)]);
+    for (int64_t i = 0; i < count; ++i) made[i] = static_cast<int>(random() % 2001 - 1000) / 1000.0f;
+    return made;
+  };
+  for (int round = 0; round < 200; ++round) {
+    int64_t B = pick(1, 3), C = pick(1, 12), K = pick(1, 12), kh = pick(1, 4), kw = pick(1, 4);
+    int64_t sh = pick(1, 3), sw = pick(1, 3), ph = pick(0, 2), pw = pick(0, 2), dh = pick(1, 2), dw = pick(1, 2);
+    int64_t H = std::max<int64_t>(1, dh * (kh - 1) + 1 - 2 * ph) + pick(0, 12);
+    int64_t W = std::max<int64_t>(1, dw * (kw - 1) + 1 - 2 * pw) + pick(0, 12);
+    if (round % 3 == 0) kh = kw = sh = sw = 1, ph = pw = 0, H = pick(1, 9), W = pick(1, 9);
+    int64_t OH = (H + 2 * ph - dh * (kh - 1) - 1) / sh + 1, OW = (W + 2 * pw - dw * (kw - 1) - 1) / sw + 1;
+    auto x = noise(B * C * H * W), w = noise(K * C * kh * kw), bias = noise(K), add = noise(B * K * OH * OW);
+    auto y = noise(B * K * OH * OW);
+    std::unique_ptr<uint8_t[]> in(new uint8_t[B * C]), out(new uint8_t[B * K]);
+    unsigned share = random() % 5;  // 0: all closed
+    for (int64_t i = 0; i < B * C; ++i) in[i] = random() % 4 < share;
+    for (int64_t i = 0; i < B * K; ++i) out[i] = random() % 4 < share;
+    int64_t numbers[15] = {B, C, H, W, K, OH, OW, kh, kw, sh, sw, ph, pw, dh, dw};
+    bool has_add = random() % 2, relu = random() % 2;
+    for (int level = 0; level <= headgate_level(); ++level) {
+      headgate_conv2d(x.get(), w.get(), bias.get(), has_add ? add.get() : nullptr, y.get(), in.get(), C, out.get(), K,
+                      numbers, relu, 1 + round % 2, level);
+      for (int64_t b = 0; b < B; ++b)
+        for (int64_t k = 0; k < K; ++k)
+          for (int64_t i = 0; i < OH; ++i)
+            for (int64_t j = 0; j < OW; ++j) {
+              double sum = 0;
+              if (out[b * K + k]) {
+                sum = bias[k];
+                for (int64_t c = 0; c < C; ++c)
+                  for (int64_t u = 0; u < kh; ++u)
+                    for (int64_t v = 0; v < kw; ++v) {
+                      int64_t p = i * sh + u * dh - ph, q = j * sw + v * dw - pw;
+                      if (in[b * C + c] && p >= 0 && p < H && q >= 0 && q < W)
+                        sum += w[((k * C + c) * kh + u) * kw + v] * x[((b * C + c) * H + p) * W + q];
+                    }
+              }
+              int64_t place = ((b * K + k) * OH + i) * OW + j;
+              if (has_add) sum += add[place];
+              if (relu && sum < 0) sum = 0;
+              if (!(std::fabs(sum - y[place]) < 1e-4)) {
+                std::printf("round %d level %d: %g instead of %g\n", round, level, y[place], sum);
+                return 1;
+              }
+            }
+    }
+  }
+  std::printf("same\n");
+  return 0;
+}

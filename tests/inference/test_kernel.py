@@ -1,0 +1,172 @@
+"""One contract for the compiled kernel, each of its instruction sets, and the plain twin."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import headgate
+from headgate.inference import kernel
+from headgate.inference.kernel import masked_conv2d, native, plain
+
+SOURCE = Path(kernel.__file__).parent
+COMPILER = shutil.which("g++")
+
+
+def reference(
+    x: Tensor, w: Tensor, b: Tensor | None, in_mask: Any, out_mask: Any, residual: Any, pairs: Any, relu: bool
+) -> Tensor:
+    if in_mask is not None:
+        x = x * in_mask[:, :, None, None]
+    y = F.conv2d(x.double(), w.double(), None if b is None else b.double(), *pairs)
+    if out_mask is not None:
+        y = y * out_mask[:, :, None, None]
+    y = y if residual is None else y + residual
+    return (y.relu() if relu else y).float()
+
+
+@st.composite
+def cases(draw: Any) -> dict[str, Any]:
+    """A random convolution with random lists, also empty ones."""
+    small = st.integers(1, 3)
+    kernel_size = draw(st.sampled_from([(1, 1), (3, 3), (2, 5), (1, 3), (5, 5)]))
+    stride, dilation = (draw(small), draw(small)), (draw(st.integers(1, 2)), draw(st.integers(1, 2)))
+    padding = (draw(st.integers(0, 2)), draw(st.integers(0, 2)))
+    least = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel_size, dilation, padding, strict=True)]
+    size = [low + draw(st.integers(0, 18)) for low in least]
+    images, inputs, outputs = draw(small), draw(st.integers(1, 20)), draw(st.integers(1, 20))
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    rows = draw(st.sampled_from([images, 1]))
+    share = draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+    mask = lambda channels: torch.rand(rows, channels, generator=generator) < share  # noqa: E731
+    x = torch.randn(images, inputs, *size, generator=generator)
+    if draw(st.booleans()):  # not contiguous
+        x = x.transpose(2, 3).contiguous().transpose(2, 3)
+    w = torch.randn(outputs, inputs, *kernel_size, generator=generator)
+    shape = F.conv2d(x, w, None, stride, padding, dilation).shape
+    return {
+        "x": x, "w": w, "b": torch.randn(outputs, generator=generator) if draw(st.booleans()) else None,
+        "in_mask": mask(inputs) if draw(st.booleans()) else None,
+        "out_mask": mask(outputs) if draw(st.booleans()) else None,
+        "residual": torch.randn(shape, generator=generator) if draw(st.booleans()) else None,
+        "pairs": (stride, padding, dilation), "relu": draw(st.booleans()),
+    }  # fmt: skip
+
+
+def by_operator(case: dict[str, Any]) -> Tensor:
+    stride, padding, dilation = case["pairs"]
+    return masked_conv2d(
+        case["x"], case["w"], case["b"], in_mask=case["in_mask"], out_mask=case["out_mask"],
+        residual=case["residual"], stride=stride, padding=padding, dilation=dilation, relu=case["relu"],
+    )  # fmt: skip
+
+
+def by_twin(case: dict[str, Any]) -> Tensor:
+    return plain.conv2d(
+        case["x"],
+        case["w"],
+        case["b"],
+        case["in_mask"],
+        case["out_mask"],
+        case["residual"],
+        *case["pairs"],
+        case["relu"],
+    )
+
+
+@pytest.mark.parametrize("implementation", [by_operator, by_twin])
+@settings(max_examples=150, deadline=None)
+@given(case=cases())
+def test_only_the_open_channels_of_each_image(implementation: Any, case: dict[str, Any]) -> None:
+    expected = reference(**{key: case[key] for key in case})
+    torch.testing.assert_close(implementation(case), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", range(len(native.LEVELS)))
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_every_instruction_set(level: int, case: dict[str, Any]) -> None:
+    expected = reference(**case)
+    y = torch.full_like(expected, float("nan"))
+    as_bytes = lambda mask: None if mask is None else mask.contiguous()  # noqa: E731
+    native.conv2d(
+        case["x"].contiguous(), case["w"], case["b"], as_bytes(case["in_mask"]), as_bytes(case["out_mask"]),
+        case["residual"], *case["pairs"], case["relu"], y, level,
+    )  # fmt: skip
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_kernel_was_compiled_where_there_is_a_compiler() -> None:
+    assert (native.library() is not None) == (COMPILER is not None)
+    assert headgate.kernel_level() in ("plain", *native.LEVELS)
+
+
+def test_address_sanitizer_finds_nothing(tmp_path: Path) -> None:
+    assert COMPILER is not None, "the test machine has g++"
+    program = tmp_path / "check"
+    build = [COMPILER, "-O0", "-std=gnu++17", "-ffp-contract=fast", "-fopenmp", "-fsanitize=address,undefined"]
+    source = Path(__file__).with_name("kernel_check.cpp")
+    subprocess.run([*build, "-I", str(SOURCE), str(source), "-o", str(program)], check=True, capture_output=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout) == (0, "same\n"), done.stdout + done.stderr
+
+
+def test_without_the_compiled_kernel_the_twin_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.randn(2, 4, 5, 5), torch.randn(3, 4, 3, 3)
+    mask = torch.tensor([[True, False, True, True], [False, False, True, False]])
+    expected = masked_conv2d(x, w, in_mask=mask)
+    monkeypatch.setattr(native, "library", lambda: None)
+    torch.testing.assert_close(masked_conv2d(x, w, in_mask=mask), expected, rtol=1e-4, atol=1e-4)
+    assert native.kernel_level() == "plain"
+
+
+def test_other_precisions_are_the_twins() -> None:
+    x, w = torch.randn(1, 2, 4, 4, dtype=torch.float64), torch.randn(2, 2, 1, 1, dtype=torch.float64)
+    assert masked_conv2d(x, w).dtype == torch.float64
+
+
+class Masked(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 4, 3, 3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return masked_conv2d(x, self.weight, in_mask=x.mean((2, 3)) > 0, padding=(1, 1), relu=True)
+
+
+def test_export_sees_the_operator() -> None:
+    net, x = Masked(), torch.randn(2, 4, 6, 6)
+    exported = torch.export.export(net, (x,))
+    assert any("masked_conv2d" in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(x), net(x))
+
+
+def test_the_operator_passes_torchs_own_checks() -> None:
+    x, w = torch.randn(2, 4, 6, 6), torch.randn(3, 4, 3, 3)
+    mask = torch.rand(2, 4) < 0.5
+    arguments = (x, w, None, mask, None, None, [1, 1], [1, 1], [1, 1], True)
+    torch.library.opcheck(
+        torch.ops.headgate.masked_conv2d.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"in_mask": torch.ones(2, 5)}, "in_mask"), ({"out_mask": torch.ones(3, 3)}, "out_mask"),
+        ({"residual": torch.zeros(1)}, "residual"), ({"padding": (0, 0)}, "smaller than the kernel"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(headgate.HeadgateError, match=message):
+        masked_conv2d(torch.randn(2, 4, 2, 2), torch.randn(3, 4, 3, 3), **{"padding": (1, 1), **change})
