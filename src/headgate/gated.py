@@ -95,6 +95,7 @@ class GatedModel(nn.Module):
         self._macs: float | int | None = None
         self._last: Draw | None = None
         self._squeezed: tuple[nn.Module, Squeezed] | None = None  # the dense network, and what stands for it
+        self._optimizer: Optimizer | None = None  # that trains what stands for it
         attach(self.model, graph, self._board)
 
     # ------------------------------------------------------------------------------------------------ running
@@ -285,13 +286,13 @@ class GatedModel(nn.Module):
         closed = torch.from_numpy(~left)
         self.gates.close_(closed)
         if optimizer is not None:
-            shapes = {name: parameter.shape for name, parameter in dense.named_parameters()}
-            move_state_(optimizer, net, plan, squeezed, shapes)
+            move_state_(optimizer, (net, plan), (squeezed.net, squeezed.plan), _shapes(dense))
             for parameter in self.gate_parameters():
                 for value in optimizer.state.get(parameter, {}).values():
                     if isinstance(value, Tensor) and value.shape == closed.shape:
                         value[closed.to(value.device)] = 0
         self._squeezed = (dense, squeezed)
+        self._optimizer = optimizer
         self.model = squeezed.net
 
     def unsqueeze_(self) -> GatedModel:
@@ -299,6 +300,9 @@ class GatedModel(nn.Module):
         if self._squeezed is not None:
             dense, squeezed = self._squeezed
             write_back_(dense, squeezed)
+            if self._optimizer is not None:  # training may go on
+                move_state_(self._optimizer, (squeezed.net, squeezed.plan), (dense, Plan()), _shapes(dense))
+                self._optimizer = None
             self.model = dense.train(self.training)
             self._squeezed = None
         return self
@@ -326,6 +330,7 @@ class GatedModel(nn.Module):
 
     def project(self, round_to: int = 1) -> GatedModel:
         """Decide: open the likeliest gates, so that MACs are at most the target and within one gate of it."""
+        self.unsqueeze_()
         found = project(self.graph, self.cost, self._probabilities(), int(self.target * self.dense_macs), round_to)
         self.decisions.copy_(torch.from_numpy(found))  # type: ignore[operator]
         return self.strategy("calibrated")
@@ -423,12 +428,23 @@ class GatedModel(nn.Module):
             left[state["squeezed_to"]] = True
             self._squeeze_to(left)  # before the tensors of its size are loaded
 
+    def _apply(self, fn: Any, recurse: bool = True) -> GatedModel:
+        """Move, or change the precision of, the network behind a squeezed one too."""
+        super()._apply(fn, recurse)
+        if self._squeezed is not None:
+            self._squeezed[0]._apply(fn, recurse)
+        return self
+
     def extra_repr(self) -> str:
         gates, masks = self.graph.gate_count, len(self.graph.masks)
         return (
             f"{gates} gates in {masks} masks, target={self.target:.3g} of {self.dense_macs:,} MACs, "
             f"stream={self.graph.stream!r}"
         )
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def _settings(granularity: Granularity, frozen: Sequence[str], stream: StreamForm) -> Settings:

@@ -23,6 +23,11 @@ def close_some_(gated: headgate.GatedModel, share: float, seed: int) -> None:
     gated.gates.set_probabilities(p)
 
 
+def is_random(gated: headgate.GatedModel) -> bool:
+    """Dropout draws other numbers for other shapes."""
+    return any("Drop" in type(module).__name__ for module in gated.modules())
+
+
 @pytest.mark.parametrize(("name", "stream", "granularity"), ways())
 def test_squeezed_equals_gated(name: str, stream: str, granularity: Any) -> None:
     case = NETWORKS[name]
@@ -33,14 +38,34 @@ def test_squeezed_equals_gated(name: str, stream: str, granularity: Any) -> None
         if not gated.squeeze_(least_gain=-1):
             continue
         small_eval, small_train = outputs(gated.eval(), batch), outputs(gated.train(), batch)
-        macs = gated.eval().macs()
+        macs = gated.thresholded_macs()
         probabilities = gated.gates.probabilities().clone()
         state = gated.unsqueeze_().state_dict()
         assert torch.equal(gated.gates.probabilities(), probabilities)
         assert difference(outputs(gated.eval(), batch), small_eval) < 1e-4
-        assert difference(outputs(gated.train(), batch), small_train) < 1e-4
-        assert gated.eval().macs() == macs
+        if not is_random(gated):
+            assert difference(outputs(gated.train(), batch), small_train) < 1e-4
+        assert gated.thresholded_macs() == macs
         assert state.keys() == gated_network(case, stream=stream, granularity=granularity).state_dict().keys()
+
+
+@pytest.mark.parametrize(("name", "stream", "granularity"), ways())
+def test_a_mask_closed_for_good_takes_its_branch_along(name: str, stream: str, granularity: Any) -> None:
+    """Each mask that may die dies alone: the branches it belongs to disappear, and nothing else changes."""
+    case = NETWORKS[name]
+    batch = example(case, batch=3, seed=7)
+    graph = gated_network(case, stream=stream, granularity=granularity).graph
+    for mask in [mask for mask in graph.masks if mask.may_die]:
+        gated = gated_network(case, stream=stream, granularity=granularity)
+        p = torch.full((gated.graph.gate_count,), 0.7)
+        p[mask.gates] = 0.001
+        gated.gates.set_probabilities(p)
+        assert gated.squeeze_(least_gain=-1)
+        small = outputs(gated.eval(), batch), outputs(gated.train(), batch)
+        gated.unsqueeze_()
+        assert difference(outputs(gated.eval(), batch), small[0]) < 1e-4, mask.name
+        if not is_random(gated):
+            assert difference(outputs(gated.train(), batch), small[1]) < 1e-4, mask.name
 
 
 @torch.no_grad()
@@ -60,7 +85,7 @@ def small_net() -> nn.Module:
 
 
 def trained(squeeze: bool, steps: int = 6) -> headgate.GatedModel:
-    gated = headgate.gate(small_net(), torch.zeros(1, 3, 8, 8), target=0.5)
+    gated = headgate.gate(small_net(), torch.zeros(1, 3, 8, 8), target=0.5, budget=headgate.Budget(0.5, ramp_steps=4))
     p = torch.full((gated.graph.gate_count,), 0.7)
     p[[0, 3, 9]] = 1e-30
     gated.gates.set_probabilities(p)
@@ -85,10 +110,37 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
         if name == "model.0.weight":
             a, b = a[[1, 2, 4, 5, 6, 7]], b[[1, 2, 4, 5, 6, 7]]
         if name == "model.3.weight":
-            a, b = a[1:, [1, 2, 4, 5, 6, 7]], b[1:, [1, 2, 4, 5, 6, 7]]
+            a, b = a[[0, 2, 3, 4, 5]][:, [1, 2, 4, 5, 6, 7]], b[[0, 2, 3, 4, 5]][:, [1, 2, 4, 5, 6, 7]]
         if name.startswith(("model.1", "model.3.bias", "model.0.bias", "model.6")):
             continue  # what belongs to closed channels drifts apart; it is never seen
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_gates_closed_for_good_stay_closed_whatever_the_target() -> None:
+    gated = trained(True)
+    gated.target = 1.0
+    gated.eval().project()
+    assert not gated.decisions[[0, 3, 9]].any() and int(gated.decisions.sum()) == gated.graph.gate_count - 3
+
+
+def test_saving_in_the_middle_does_not_end_the_training(tmp_path: Any) -> None:
+    gated = trained(True)
+    optimizer = gated._optimizer
+    assert optimizer is not None
+    headgate.save(gated, tmp_path / "gated.safetensors")
+    before = {name: p.detach().clone() for name, p in gated.named_parameters()}
+    (gated.train()(torch.randn(4, 3, 8, 8)).square().mean() + gated.cost_loss()).backward()
+    optimizer.step()
+    assert all(not torch.equal(before[name], p) for name, p in gated.named_parameters() if name != "model.0.bias")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            assert optimizer.state[parameter]["momentum_buffer"].shape == parameter.shape
+
+
+def test_the_network_behind_moves_too() -> None:
+    gated = trained(True).double()
+    gated.unsqueeze_()
+    assert gated.eval()(torch.randn(2, 3, 8, 8, dtype=torch.float64)).dtype == torch.float64
 
 
 def test_squeezing_for_little_gain_is_not_done() -> None:

@@ -8,7 +8,7 @@ drawn or decided.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -195,9 +195,23 @@ class MaskBranch(GateHook):
         return output * spread(draw.alive_BN[:, self.number : self.number + 1], output, None, self.batch_axis)
 
 
-def attach(model: nn.Module, graph: ChannelGraph, board: Board, left: Decisions | None = None) -> None:
-    """Put the graph's masks on the model's modules; on a model that only has the gates `left`, on what it has."""
-    modules = {dense_name(name): module for name, module in model.named_modules()}  # what is wrapped, not its wrapper
+def attach(
+    model: nn.Module,
+    graph: ChannelGraph,
+    board: Board,
+    left: Decisions | None = None,
+    replaced: Collection[str] = (),
+) -> None:
+    """Put the graph's masks on the model's modules; on a model that only has the gates `left`, on what it has.
+
+    Modules that were `replaced` stand for a dead branch: they read and write nothing that has a mask.
+    """
+    # what is wrapped, not its wrapper
+    modules = {
+        dense_name(name): module
+        for name, module in model.named_modules()
+        if not any(dense_name(name) == gone or dense_name(name).startswith(f"{gone}.") for gone in replaced)
+    }
     for reader in _left_of(graph.readers, left):
         if reader.layer in modules:
             modules[reader.layer].register_forward_pre_hook(MaskInput(board, graph, reader))

@@ -21,6 +21,8 @@ from headgate.errors import HeadgateError, TargetError
 from headgate.gates.cost import Cost
 from headgate.graph.grouping import ChannelGraph, Decisions
 
+NEVER = 1e-30
+"""Gates below this probability were closed for good: their channels have no weights any more."""
 FILL_TRIALS = 200
 """How many more gates are tried one by one after the likeliest are open."""
 
@@ -43,13 +45,14 @@ def project(
     """
     least = least_decisions(graph, probabilities)
     order = _by_probability(graph, probabilities, least)
+    order = order[least[order] | (probabilities[order] > NEVER)]
 
     def first(count: int) -> Decisions:
         decisions = np.zeros(graph.gate_count, bool)
         decisions[order[:count]] = True
         return rounded(graph, decisions, probabilities, round_to)
 
-    low, high = int(least.sum()), graph.gate_count
+    low, high = int(least.sum()), len(order)
     if cost.decided_macs(first(low)) > target_macs:
         raise TargetError(_unreachable(cost, first(low), target_macs))
     while low < high:

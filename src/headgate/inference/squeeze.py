@@ -35,17 +35,20 @@ def squeeze(dense: nn.Module, graph: ChannelGraph, left: Decisions, board: Board
     """The network without the gates that are not left, in the mode the dense one is in."""
     plan = make_plan(graph, left, dead_branches(graph, left))
     net = build(dense, plan)
-    attach(net, graph, board, left)
+    attach(net, graph, board, left, plan.replace)
     return Squeezed(net.train(dense.training), plan, left)
 
 
 @torch.no_grad()
 def write_back_(dense: nn.Module, squeezed: Squeezed) -> None:
-    """Give the dense network the stand-in's tensors at their places."""
-    home = dict(dense.state_dict(keep_vars=True))
-    for name, tensor in squeezed.net.state_dict().items():
-        if isinstance(tensor, Tensor) and dense_name(name) in home:
-            put_(home[dense_name(name)].data, tensor, squeezed.plan, dense_name(name))
+    """Give the dense network the stand-in's tensors at their places, and zeros where channels are gone for good."""
+    found = {dense_name(name): tensor for name, tensor in squeezed.net.state_dict().items()}
+    for name, tensor in dense.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            if name not in found or name in squeezed.plan.take:
+                tensor.data.zero_()
+            if name in found:
+                put_(tensor.data, found[name], squeezed.plan, name)
 
 
 def put_(whole: Tensor, part: Tensor, plan: Plan, name: str) -> None:
@@ -68,26 +71,28 @@ def taken(whole: Tensor, plan: Plan, name: str) -> Tensor:
 
 
 def move_state_(
-    optimizer: Optimizer, before: nn.Module, before_plan: Plan, after: Squeezed, shapes: Mapping[str, torch.Size]
-) -> None:
-    """Let the optimizer go on with the stand-in's parameters: momentum follows its channels, the rest is dropped."""
-    names = {parameter: dense_name(name) for name, parameter in before.named_parameters()}
-    new = {dense_name(name): parameter for name, parameter in after.net.named_parameters()}
+    optimizer: Optimizer, before: tuple[nn.Module, Plan], after: tuple[nn.Module, Plan],
+    shapes: Mapping[str, torch.Size],
+) -> None:  # fmt: skip
+    """Let the optimizer go on with another form of the network: momentum follows its channels, what is gone is dropped.
+
+    A form is a network and the plan that made it of the dense one (an empty plan for that one itself), whose
+    parameters have these `shapes`.
+    """
+    names = {parameter: dense_name(name) for name, parameter in before[0].named_parameters()}
+    new = {dense_name(name): parameter for name, parameter in after[0].named_parameters()}
     for group in optimizer.param_groups:
-        kept = []
-        for parameter in group["params"]:
-            if parameter not in names:
-                kept.append(parameter)  # a gate's
-                continue
-            name = names[parameter]
+        kept = [parameter for parameter in group["params"] if parameter not in names]  # gates
+        moved = {names[parameter]: parameter for parameter in group["params"] if parameter in names}
+        if moved:  # the weights: all that the new form has, in its order
+            kept += [parameter for parameter in new.values() if parameter.requires_grad]
+        for name, parameter in moved.items():
             state = optimizer.state.pop(parameter, {})
-            if name in new:
-                kept.append(new[name])
-                if state:
-                    optimizer.state[new[name]] = {
-                        key: _moved(value, parameter.shape, shapes[name], before_plan, after.plan, name)
-                        for key, value in state.items()
-                    }
+            if state and name in new:
+                optimizer.state[new[name]] = {
+                    key: _moved(value, parameter.shape, shapes[name], before[1], after[1], name)
+                    for key, value in state.items()
+                }
         group["params"] = kept
 
 
