@@ -37,9 +37,10 @@ from headgate.errors import FileError, HeadgateError
 from headgate.inference.files import read, write
 from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import AnyJournal, Journal
-from headgate.training.loop import EVAL_BATCH, Interrupted, Phase, Surroundings, accuracy, begin, run_phase
+from headgate.training.loop import EVAL_BATCH, Interrupted, Phase, Surroundings, Totals, accuracy, begin, run_phase
+from headgate.training.prepare import data_of, start_of
 from headgate.training.recipe import PHASES, PhaseName, Recipe, overridden, recipe_named
-from headgate.training.run import RECIPE, RESULT, SMALL, Run, create_folder, data_of, start_of
+from headgate.training.run import RECIPE, RESULT, SMALL, Run, create_folder
 from headgate.training.team import Team
 
 QUESTION = (
@@ -262,7 +263,7 @@ def _carry_out_cell(
     cell: Cell, data: DataSet, team: Team, wants_stop: Callable[[], bool], options: Namespace
 ) -> None:  # fmt: skip
     if cell.method == DENSE:
-        start = start_of(cell.recipe, data)
+        start = start_of(cell.recipe, data.shape)
         return _write_result(cell, start.build(), data, team, {})
     with Journal(cell.folder, title=cell.folder.name) as journal:
         steps = data.train.steps(cell.recipe.batch_size)
@@ -313,7 +314,7 @@ class PeerRun:
     _entered: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.start = start_of(self.cell.recipe, self.data)
+        self.start = start_of(self.cell.recipe, self.data.shape)
 
     def execute(self) -> None:
         net = self.start.build()
@@ -375,7 +376,7 @@ class PeerRun:
         """Accuracy after an epoch, on held-out training images only."""
         if not self.cell.recipe.validation:
             return {}
-        return {"test_accuracy": accuracy(phase.net, self.data.test, self.team)}
+        return {"validation_accuracy": accuracy(phase.net, self.data.test, self.team)}
 
     def _resume_(self, phase: Phase) -> None:
         if not (self.cell.folder / checkpoints.FILE).exists():
@@ -386,6 +387,7 @@ class PeerRun:
         checkpoints.restore_net_(found, phase.net)
         checkpoints.restore_optimizer_(found, phase.optimizer)
         phase.step, self.seconds = found.step, dict(found.seconds)
+        phase.totals = Totals(**found.rest["totals"])
         self.journal.resume_at(found.log_position)
 
     def _save_is_due(self) -> bool:
@@ -395,7 +397,7 @@ class PeerRun:
         self._count_time(phase.name)
         taken = checkpoints.taken(
             phase.net, phase.optimizer, phase=phase.name, step=phase.step, recipe=self.cell.settings,
-            seconds=self.seconds, log_position=self.journal.position,
+            seconds=self.seconds, log_position=self.journal.position, conditions={}, totals=vars(phase.totals),
         )  # fmt: skip
         checkpoints.write_checkpoint(self.cell.folder, taken)
         self._saved = time.monotonic()
@@ -408,7 +410,7 @@ class PeerRun:
 
 def _write_result(cell: Cell, net: nn.Module, data: DataSet, team: Team, seconds: Mapping[str, float]) -> None:
     """In the form that a run of headgate's leaves, for the one network that there is."""
-    start = start_of(cell.recipe, data)
+    start = start_of(cell.recipe, data.shape)
     macs, dense_macs = count_macs(net, start.example), count_macs(start.build(), start.example)
     result = {
         "recipe": cell.recipe.to_json(),

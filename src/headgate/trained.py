@@ -31,7 +31,7 @@ class ZooEntry:
 
 def zoo_folder() -> Path:
     """Where the files are."""
-    return Path(str(resources.files("headgate"))) / "zoo"
+    return Path(str(resources.files("headgate"))) / "zoo_files"
 
 
 def zoo_entries() -> dict[str, ZooEntry]:

@@ -80,6 +80,14 @@ def test_rounded_widths_are_made_from_the_gated_network(folder: Path, tmp_path: 
     assert {module.out_channels % 8 for module in small.modules() if isinstance(module, torch.nn.Conv2d)} == {0}
 
 
+def test_another_network_needs_a_place_of_its_own(folder: Path) -> None:
+    before = (folder / "small.safetensors").read_bytes()
+    result = CliRunner().invoke(app, ["shrink", str(folder), "--round-to", "8"])
+    assert result.exit_code == 1 and "--out" in result.stderr
+    assert "wrote" not in ask("shrink", str(folder))
+    assert (folder / "small.safetensors").read_bytes() == before
+
+
 def test_bench_tells_ratios(folder: Path) -> None:
     rows = json.loads(ask("bench", str(folder), "--batch", "2", "--rounds", "2", "--threads", "1", "--json"))
     assert {row["engine"] for row in rows} == {"PyTorch", "ONNX Runtime"}

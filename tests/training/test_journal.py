@@ -18,7 +18,7 @@ from headgate.training.screen import describe, duration
 
 STEP = {"loss": 1.5, "accuracy": 0.25, "lr": 0.1}
 EPOCH = {
-    "loss": 1.25, "accuracy": 0.5, "test_accuracy": 0.4375, "cost": 0.61, "cost_decided": 0.58,
+    "loss": 1.25, "accuracy": 0.5, "validation_accuracy": 0.4375, "cost": 0.61, "cost_decided": 0.58,
     "goal": 0.55, "polarised": 0.34, "lr": 0.1, "seconds": 75.0,
 }  # fmt: skip
 
@@ -176,7 +176,7 @@ def test_without_a_terminal_there_is_one_plain_line_an_epoch(tmp_path: Path) -> 
     assert lines[0] == "resnet [bold] run"
     assert lines[1].endswith("of [red]text[/red] for the user")
     assert lines[2] == (
-        "gates  epoch  1/12  loss 1.250  train 50.00%  test 43.75%  cost 61.0%  decided 58.0%  goal 55.0%  "
+        "gates  epoch  1/12  loss 1.250  train 50.00%  validation 43.75%  cost 61.0%  decided 58.0%  goal 55.0%  "
         "polarised 34.0%  lr 0.1  took 1 min 15 s  1 min 28 s left"
     )
     assert len(lines) == 4
@@ -403,11 +403,11 @@ def test_tensorboard_counts_steps_over_all_phases(tmp_path: Path, writers: list[
             journal.phase(phase, epochs=1, steps=3)
             for _ in range(3):
                 journal.step({"loss": 1.5})
-            journal.epoch({"test_accuracy": 0.5})
+            journal.epoch({"validation_accuracy": 0.5})
     (writer,) = writers
     assert (writer.folder, writer.purge_step) == (str(tmp_path / "tensorboard"), None)
     assert writer.points == [
-        ("step/loss", 1.5, 2), ("epoch/test_accuracy", 0.5, 3), ("step/loss", 1.5, 5), ("epoch/test_accuracy", 0.5, 6),
+        ("step/loss", 1.5, 2), ("epoch/validation_accuracy", 0.5, 3), ("step/loss", 1.5, 5), ("epoch/validation_accuracy", 0.5, 6),
     ]  # fmt: skip
 
 

@@ -18,11 +18,23 @@ from headgate.training import loop
 from headgate.training.journal import read_log
 from headgate.training.loop import Interrupted
 from headgate.training.recipe import RECIPES
-from headgate.training.start import Options, go
+from headgate.training.start import Options, go, only_user
 from tests.training.runs import RECIPE, TINY, options_of, run, same_weights, start_process
 from tests.training.tiny import make
 
 EVERY_STEP = Options(quiet=True, checkpoint_seconds=0)
+
+
+def stop_at_(monkeypatch: pytest.MonkeyPatch, phase_name: str, step: int) -> None:
+    """Send this process a Ctrl-C after a step."""
+    obey = loop._obey
+
+    def stop(phase, around, loss, last_of_phase=False):  # type: ignore[no-untyped-def]
+        if (phase.name, phase.step) == (phase_name, step):
+            os.kill(os.getpid(), signal.SIGINT)
+        obey(phase, around, loss, last_of_phase)
+
+    monkeypatch.setattr(loop, "_obey", stop)
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +80,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(
     whole: Path, tmp_path: Path, stop_at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     obey = loop._obey
-
-    def stop(phase, around, loss, last_of_phase=False):  # type: ignore[no-untyped-def]
-        if (phase.name, phase.step) == stop_at:
-            os.kill(os.getpid(), signal.SIGINT)
-        obey(phase, around, loss, last_of_phase)
-
-    monkeypatch.setattr(loop, "_obey", stop)
+    stop_at_(monkeypatch, *stop_at)
     with pytest.raises(Interrupted):
         run(tmp_path / "run")
     monkeypatch.setattr(loop, "_obey", obey)
@@ -160,13 +166,7 @@ def test_a_full_disk_loses_nothing(whole: Path, tmp_path: Path, monkeypatch: pyt
 
     folder = tmp_path / "run"
     obey = loop._obey
-
-    def stop(phase, around, loss, last_of_phase=False):  # type: ignore[no-untyped-def]
-        if (phase.name, phase.step) == ("gates", 10):
-            os.kill(os.getpid(), signal.SIGINT)
-        obey(phase, around, loss, last_of_phase)
-
-    monkeypatch.setattr(loop, "_obey", stop)
+    stop_at_(monkeypatch, "gates", 10)
     with pytest.raises(Interrupted):
         run(folder)
     monkeypatch.setattr(loop, "_obey", obey)
@@ -257,13 +257,7 @@ def test_squeezing_on_the_way_keeps_target_and_resumption(tmp_path: Path, monkey
     assert any(squeezed)
     assert 0.45 < result["macs_fraction"]["shrunk"] <= 0.5
     obey = loop._obey
-
-    def stop(phase, around, loss, last_of_phase=False):  # type: ignore[no-untyped-def]
-        if (phase.name, phase.step) == ("gates", 40):
-            os.kill(os.getpid(), signal.SIGINT)
-        obey(phase, around, loss, last_of_phase)
-
-    monkeypatch.setattr(loop, "_obey", stop)
+    stop_at_(monkeypatch, "gates", 40)
     with pytest.raises(Interrupted):
         run(tmp_path / "run", **changes)
     monkeypatch.setattr(loop, "_obey", obey)
@@ -282,15 +276,64 @@ def test_validation_leaves_the_test_set_alone(tmp_path: Path, monkeypatch: pytes
         ({"model": ""}, "names no model"), ({"target": "2"}, "at most 1"), ({"target": "60X"}, "no number of MACs"),
         ({"data": "nonsense"}, "nonsense"), ({"weights": "missing.safetensors"}, "no such weights"),
         ({"weights": "pretrained"}, "no pretrained weights"), ({"granularity": "pixel"}, "granularity"),
+        ({"dense_epochs": 0}, "random weights"), ({"target": "1"}, "nothing to learn"), ({"seed": -1}, "seed"),
+        ({"frozen": ("nolayer",)}, "nolayer"), ({"loss": "foo"}, "loss"), ({"round_to": 0}, "round_to"),
+        ({"distill": 0.5, "teacher": "nowhere.safetensors"}, "no such weights"), ({"image_size": 7}, "enlarged"),
+        ({"distill_temperature": 0.0}, "distill_temperature"), ({"calibration_batches": 0}, "calibration_batches"),
+        ({"model": "cifar_resnet20"}, "rejects images"), ({"precision": "fp16"}, "needs a GPU"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_recipe_is_said(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     with pytest.raises(HeadgateError, match=message):
         run(tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()  # nothing is in the way of the next try
+
+
+def test_a_run_goes_on_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    stop_at_(monkeypatch, "gates", 5)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", model="tiny.py:make")
+    monkeypatch.undo()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    go(tmp_path / "moved", None, EVERY_STEP)
+    assert same_weights(whole, tmp_path / "moved")
+
+
+def test_other_data_is_refused_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at_(monkeypatch, "dense", 5)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run")
+    found = checkpoints.read_checkpoint(tmp_path / "run")
+    found.rest["conditions"]["images"] = 1  # type: ignore[index]
+    checkpoints.write_checkpoint(tmp_path / "run", found)
+    with pytest.raises(FileError, match="began with 1 training images"):
+        go(tmp_path / "run", None, EVERY_STEP)
+
+
+def test_two_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at_(monkeypatch, "dense", 5)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run")
+    with only_user(tmp_path / "run"), pytest.raises(FileError, match="in use"):
+        go(tmp_path / "run", None, EVERY_STEP)
+
+
+def test_a_resumed_epoch_is_reported_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
+    stop_at_(monkeypatch, "gates", 15)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run")
+    monkeypatch.undo()
+    go(tmp_path / "run", None, EVERY_STEP)
+    epochs = [
+        [(line["loss"], line["accuracy"]) for line in read_log(folder / "log.jsonl") if line["kind"] == "epoch"]
+        for folder in (whole, tmp_path / "run")
+    ]
+    assert epochs[0] == epochs[1]
 
 
 def test_layer_gates_and_the_per_gate_loss_run_too(tmp_path: Path) -> None:
-    result = run(tmp_path / "run", granularity="layer", loss="per_gate", rate=0.3, target="0.75", dense_epochs=0)
+    result = run(tmp_path / "run", granularity="layer", loss="per_gate", rate=0.3, target="0.75")
     assert result["macs_fraction"]["shrunk"] <= 0.75
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headgate.cli.common import console, friendly_errors, print_json, print_table
+from headgate.cli.common import friendly_errors, print_json, print_table
 from headgate.errors import HeadgateError
 
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
@@ -31,6 +31,8 @@ def evaluate(
     from headgate.training import ask
 
     with friendly_errors():
+        if sweep and strategy is not None:
+            raise HeadgateError("--sweep moves tau, so it goes without --strategy")
         known: dict[str, dict[str, Any]] = {
             "threshold": {"tau": tau}, "sample": {"seed": seed},
             "ensemble": {"runs": runs, "combine": combine, "seed": seed},
@@ -70,8 +72,7 @@ def shrink(
         return
     rows = [[name, str(made[name]["macs"]), str(made[name]["parameters"])] for name in ("dense", "shrunk")]
     print_table(str(run), ["network", "MACs", "parameters"], rows)
-    for file in made["files"]:
-        console().print(f"wrote {file}")
+    typer.echo("\n".join(f"wrote {file}" for file in made["files"]) or f"it is in {run / 'small.safetensors'}")
 
 
 def bench(

@@ -6,6 +6,7 @@ Every field of a recipe is an option; the options are made from the fields, so t
 from __future__ import annotations
 
 import inspect
+import shlex
 import types
 from collections.abc import Callable
 from dataclasses import fields
@@ -13,11 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
-from rich.console import Console
 
 from headgate.cli.common import friendly_errors, print_json, print_table
 from headgate.errors import HeadgateError
-from headgate.training.recipe import RECIPES, Recipe, overridden, recipe_named
+from headgate.training.recipe import PLACES, RECIPES, Recipe, overridden, recipe_named
 
 INTERRUPTED = 130
 
@@ -53,7 +53,7 @@ def with_recipe_options(command: Callable[..., None]) -> Callable[..., None]:
 @with_recipe_options
 def train(
     recipe: Annotated[str | None, typer.Argument(help="A named recipe: `headgate recipes` lists them.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-TARGET-sSEED).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure a few steps: how long, how much memory?")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard's files.")] = False,
@@ -68,22 +68,24 @@ def train(
 
     changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     with friendly_errors():
-        if resume is not None and (recipe is not None or any(value is not None for value in changes.values())):
-            raise HeadgateError("--resume goes on with a run as it was begun: leave out the recipe and its fields")
-        chosen = None if resume is not None else overridden(recipe_named(recipe) if recipe else Recipe(), changes)
-        options = start.Options(tensorboard=tensorboard, quiet=quiet or as_json, checkpoint_seconds=checkpoint_seconds)
-        start.use_threads(threads)
-        if dry_run:
-            assert chosen is not None or resume is not None
-            start.forecast(chosen if chosen is not None else start.recipe_in(resume or Path()))
-            return
-        folder = resume if resume is not None else out or Path("runs") / (chosen.name if chosen else "custom")
-        try:
-            result = start.go(folder, chosen, options)
-        except start.Interrupted as stop:
-            Console(stderr=True, highlight=False, soft_wrap=True).print(
-                f"Stopped; everything up to here is saved. Go on with: headgate train --resume {folder}"
+        places = {name: changes.pop(name) for name in PLACES} if resume is not None else {}
+        if resume is not None and (recipe or out or any(value is not None for value in changes.values())):
+            raise HeadgateError(
+                "--resume goes on with a run as it was begun: leave out the recipe, --out, and all fields but "
+                + ", ".join(f"--{name.replace('_', '-')}" for name in PLACES)
             )
+        start.use_threads(threads)
+        chosen = None if resume is not None else overridden(recipe_named(recipe) if recipe else Recipe(), changes)
+        folder = resume or out or _default_folder(chosen)
+        if dry_run:
+            start.forecast(chosen if chosen is not None else overridden(start.recipe_in(folder), places))
+            return
+        options = start.Options(tensorboard=tensorboard, quiet=quiet or as_json, checkpoint_seconds=checkpoint_seconds)
+        try:
+            result = start.go(folder, chosen, options, places)
+        except start.Interrupted as stop:
+            command = shlex.join(["headgate", "train", "--resume", str(folder)])
+            typer.echo(f"Stopped; everything up to here is saved. Go on with: {command}", err=True)
             raise typer.Exit(INTERRUPTED) from stop
     if result is None:
         return
@@ -91,6 +93,10 @@ def train(
         print_json(result)
     else:
         print_result(folder, result)
+
+
+def _default_folder(recipe: Recipe | None) -> Path:
+    return Path("runs") / (f"{recipe.name}-{recipe.target}-s{recipe.seed}" if recipe is not None else "custom")
 
 
 def print_result(folder: Path, result: dict[str, Any]) -> None:
@@ -104,9 +110,7 @@ def print_result(folder: Path, result: dict[str, Any]) -> None:
     ]  # fmt: skip
     print_table(str(folder), ["network", f"{result['measured_on']} accuracy", "MACs", "of dense", "parameters"], rows)
     spent = ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items())
-    Console(highlight=False, soft_wrap=True).print(
-        f"{spent}. Next: headgate shrink {folder} --onnx small.onnx; headgate bench {folder}"
-    )
+    typer.echo(f"{spent}. Next: headgate shrink {folder} --onnx small.onnx; headgate bench {folder}")
 
 
 def recipes(as_json: Annotated[bool, typer.Option("--json", help="Print all fields as JSON.")] = False) -> None:

@@ -47,6 +47,12 @@ TORCHVISION_OTHER_SHAPES: dict[str, Shape] = {"inception_v3": (1, 3, 299, 299)}
 # Their own initialisation takes long and warns that it is going to change.
 TORCHVISION_OPTIONS = {name: {"init_weights": False} for name in ("googlenet", "inception_v3")}
 
+# What they are built with when their published weights are asked for.
+TORCHVISION_PRETRAINED: dict[str, dict[str, bool]] = {
+    "inception_v3": {"transform_input": True},
+    "googlenet": {"transform_input": True, "aux_logits": False},
+}
+
 HEADGATE_MODELS: dict[str, Callable[[], nn.Module]] = {
     name: getattr(cifar_resnet, name) for name in cifar_resnet.__all__ if name.startswith(("cifar_", "digits_"))
 }
@@ -67,7 +73,8 @@ class _Blueprint:
 
     build: Callable[[], nn.Module]
     input_shape: Shape | None
-    build_pretrained: Callable[[], nn.Module] | None = None
+    build_pretrained: Callable[[bool], nn.Module] | None = None
+    """With the weights, or only the architecture that they go into, which may differ from the usual one."""
 
 
 def load_named(
@@ -76,26 +83,27 @@ def load_named(
     weights: str | Path | None = None,
     *,
     pretrained: bool = False,
+    fetch: bool = True,
 ) -> NamedModel:
     """Builds the model called ``name``.
 
     ``input_shape`` includes the batch axis, as in ``(1, 3, 32, 32)``, and replaces the model's own;
     ``weights`` is a safetensors file with exactly the model's state dict; ``pretrained`` takes the weights that
-    torchvision (its first ImageNet set) or timm offers.
+    torchvision (its first ImageNet set) or timm offers, or without ``fetch`` only the architecture they go into.
     """
     blueprint = _resolve(name)
     x = _make_input(name, blueprint.input_shape if input_shape is None else input_shape)
-    model = _build_pretrained(name, blueprint) if pretrained else blueprint.build()
+    model = _build_pretrained(name, blueprint, fetch) if pretrained else blueprint.build()
     if weights is not None:
         _load_weights_(model, name, Path(weights))
     return NamedModel(name, model, x)
 
 
-def _build_pretrained(name: str, blueprint: _Blueprint) -> nn.Module:
+def _build_pretrained(name: str, blueprint: _Blueprint, fetch: bool) -> nn.Module:
     if blueprint.build_pretrained is None:
         raise ModelError(f'"{name}" has no pretrained weights to ask for: give a safetensors file, or none')
     try:
-        return blueprint.build_pretrained()
+        return blueprint.build_pretrained(fetch)
     except (OSError, RuntimeError) as error:
         raise ModelError(
             f'the pretrained weights of "{name}" can\'t be fetched ({shorten(str(error), 200)}): '
@@ -176,7 +184,14 @@ def _from_torchvision(name: str, architecture: str) -> _Blueprint:
     return _Blueprint(
         lambda: _module(name, models.get_model(architecture, weights=None, **options)),
         TORCHVISION_OTHER_SHAPES.get(architecture, TORCHVISION_SHAPE),
-        lambda: _module(name, models.get_model(architecture, weights="IMAGENET1K_V1")),
+        lambda fetch: _module(
+            name,
+            models.get_model(architecture, weights="IMAGENET1K_V1")
+            if fetch
+            else models.get_model(
+                architecture, weights=None, **options, **TORCHVISION_PRETRAINED.get(architecture, {})
+            ),
+        ),
     )
 
 
@@ -189,7 +204,7 @@ def _from_timm(name: str, architecture: str) -> _Blueprint:
     return _Blueprint(
         lambda: _module(name, timm.create_model(architecture, pretrained=False)),
         None if config is None else (1, *config.input_size),
-        lambda: _module(name, timm.create_model(architecture, pretrained=True)),
+        lambda fetch: _module(name, timm.create_model(architecture, pretrained=fetch)),
     )
 
 

@@ -6,6 +6,7 @@ is told to write there.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,10 +21,12 @@ from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError
 from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
+from headgate.graph.trace import tensors_in
 from headgate.inference.export import export_onnx
 from headgate.storage import load, save
 from headgate.training.loop import EVAL_BATCH, accuracy
-from headgate.training.run import DECIDED, DENSE, GATED, SMALL, Start, data_of, macs_of, recipe_in, start_of
+from headgate.training.prepare import Start, data_of, start_of
+from headgate.training.run import DECIDED, DENSE, GATED, RESULT, SMALL, macs_of, recipe_in
 from headgate.training.team import Team
 
 NETWORKS = {"dense": DENSE, "gated": GATED, "decided, not tuned": DECIDED, "shrunk": SMALL}
@@ -35,7 +38,15 @@ def _open(folder: Path, data_dir: str | None = None) -> tuple[Start, DataSet]:
     if data_dir is not None:
         recipe = replace(recipe, data_dir=data_dir)
     data = data_of(recipe)
-    return start_of(recipe, data), data
+    return start_of(recipe, data.shape), data
+
+
+def _start(folder: Path) -> Start:
+    """For what needs no data but the shape of an image, which a finished run has written down."""
+    recipe, result = recipe_in(folder), folder / RESULT
+    if result.is_file():
+        return start_of(recipe, tuple(json.loads(result.read_text(encoding="utf-8"))["input_shape"]))
+    return start_of(recipe, data_of(recipe).shape)
 
 
 def network(folder: Path, name: str, start: Start) -> nn.Module:
@@ -64,19 +75,21 @@ def evaluate(
     start, data = _open(folder, data_dir)
     team = Team()
     measured = "validation" if start.recipe.validation else "test"
-    if sweep:
-        gated = _gated(folder, start)
-        points = gated.sweep_tau(list(data.test.eval_batches(EVAL_BATCH)), TAUS)
-        rows = [(f"tau {point.tau:g}", point.accuracy, point.macs) for point in points]
+    if sweep or strategy is not None:
+        gated = _gated(folder, start).to(team.device)
         dense_macs = gated.dense_macs
-    elif strategy is not None:
-        gated = _gated(folder, start)
-        gated.strategy(strategy, **_with_generator(options or {}))
-        share, macs = _accuracy_and_macs(gated, data, team)
-        rows, dense_macs = [(f"gated, {strategy}", share, macs)], gated.dense_macs
+        taus = [("threshold", {"tau": tau}) for tau in TAUS] if sweep else [(strategy or "", dict(options or {}))]
+        rows = []
+        for name, chosen in taus:
+            gated.strategy(name, **_with_generator(chosen, team.device))
+            title = f"tau {chosen['tau']:g}" if sweep else f"gated, {name}"
+            rows.append((title, *_accuracy_and_macs(gated, data, team)))
     else:
         there = {name: network(folder, name, start) for name, file in NETWORKS.items() if (folder / file).is_file()}
-        rows = [(name, accuracy(net, data.test, team), macs_of(net, start.example)) for name, net in there.items()]
+        rows = [
+            (name, accuracy(net.to(team.device), data.test, team), macs_of(net.cpu(), start.example))
+            for name, net in there.items()
+        ]
         dense_macs = count_macs(start.architecture(), start.example)
     return [
         {
@@ -91,10 +104,10 @@ def evaluate(
     ]
 
 
-def _with_generator(options: Mapping[str, Any]) -> dict[str, Any]:
+def _with_generator(options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     given = dict(options)
     if "seed" in given:
-        given["generator"] = torch.Generator().manual_seed(given.pop("seed"))
+        given["generator"] = torch.Generator(device).manual_seed(given.pop("seed"))
     return given
 
 
@@ -104,7 +117,8 @@ def _accuracy_and_macs(gated: GatedModel, data: DataSet, team: Team) -> tuple[fl
     right = images_seen = 0
     macs = 0.0
     for images, labels in data.test.eval_batches(EVAL_BATCH):
-        right += int((gated(images).argmax(1) == labels).sum())
+        answers = tensors_in(gated(images.to(team.device)))[0].argmax(1)
+        right += int((answers == labels.to(team.device)).sum())
         macs += float(gated.macs()) * len(labels)
         images_seen += len(labels)
     return right / max(images_seen, 1), macs / max(images_seen, 1)
@@ -113,18 +127,18 @@ def _accuracy_and_macs(gated: GatedModel, data: DataSet, team: Team) -> tuple[fl
 def shrink(
     folder: Path, out: Path | None, onnx: Path | None, *, round_to: int = 1, fold_batchnorm: bool = False
 ) -> dict[str, Any]:
-    """Write the run's smaller network; rounded or folded ones are made from what was tuned, as far as that goes."""
-    start, _ = _open(folder)
-    if round_to > 1:
+    """Write the run's smaller network as it was tuned; with `round_to`, one of rounder widths, which was not tuned."""
+    start = _start(folder)
+    if round_to > 1 or fold_batchnorm:
+        if out is None and onnx is None:
+            raise HeadgateError("another network than the run's needs a place of its own: give --out or --onnx")
         small = _gated(folder, start).shrink(round_to=round_to, fold_batchnorm=fold_batchnorm)
     else:
         small = network(folder, "shrunk", start)
-        if fold_batchnorm:
-            raise HeadgateError("--fold-batchnorm is for --round-to; ONNX export folds BatchNorm by itself")
-    out = out if out is not None else folder / SMALL
-    if out != folder / SMALL:
+    files = []
+    if out is not None:
         save(small, out)
-    files = [str(out)]
+        files.append(str(out))
     if onnx is not None:
         export_onnx(small, start.example, onnx)
         files.append(str(onnx))
@@ -142,7 +156,7 @@ def _size(net: nn.Module, example: Tensor) -> dict[str, int]:
 
 def bench(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> list[dict[str, Any]]:
     """Milliseconds of dense and shrunk, interleaved, in PyTorch and ONNX Runtime where that is installed."""
-    start, _ = _open(folder)
+    start = _start(folder)
     threads = threads or torch.get_num_threads()
     nets = {"dense": network(folder, "dense", start).eval(), "shrunk": network(folder, "shrunk", start).eval()}
     macs_ratio = count_macs(nets["dense"], start.example) / count_macs(nets["shrunk"], start.example)

@@ -40,7 +40,8 @@ class Checkpoint:
 
 def taken(
     net: nn.Module, optimizer: Optimizer, *, phase: str, step: int, recipe: Mapping[str, Any],
-    seconds: Mapping[str, float], log_position: int,
+    seconds: Mapping[str, float], log_position: int, conditions: Mapping[str, int], totals: Mapping[str, float],
+    scaler: Mapping[str, Any] | None = None,
 ) -> Checkpoint:  # fmt: skip
     """The checkpoint of a network in training and its optimizer."""
     tensors: dict[str, Tensor] = {}
@@ -58,7 +59,13 @@ def taken(
                 tensors[f"{OPTIMIZER}{index}.{key}"] = value
             elif value is not None:
                 numbers.setdefault(str(index), {})[key] = value
-    rest = {"extra": extra, "optimizer": {"numbers": numbers, "groups": state["param_groups"]}}
+    rest = {
+        "extra": extra,
+        "optimizer": {"numbers": numbers, "groups": state["param_groups"]},
+        "conditions": dict(conditions),
+        "totals": dict(totals),
+        "scaler": None if scaler is None else dict(scaler),
+    }
     return Checkpoint(phase, step, recipe, dict(seconds), log_position, tensors, rest)
 
 
@@ -105,6 +112,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise FileError(f"{path} holds a network, no checkpoint: it is no file of a run")
     if data.get("version") != VERSION:
         raise FileError(f"{path} is a checkpoint of version {data.get('version')}, this headgate reads {VERSION}")
+    missing = {"phase", "step", "recipe", "seconds", "log_position", "rest"} - data.keys()
+    if missing:
+        raise FileError(f"{path} lacks {sorted(missing)}: it is no whole checkpoint")
     return Checkpoint(
         data["phase"], data["step"], data["recipe"], data["seconds"], data["log_position"], tensors, data["rest"]
     )

@@ -1,27 +1,30 @@
-"""What will a run take? Measures a few steps of each phase and says: time, memory, and both with more processes.
+"""What will a run take? Carries out a few steps of each phase and says: time, memory, and both with more processes.
 
-The shrunk network is not known before the gates are; a random one at the target stands for it. Knows nothing of
-folders or checkpoints.
+The shrunk network is not known before the gates are; one from random decisions at the target stands for it. Knows
+nothing of folders or checkpoints.
 """
 
 from __future__ import annotations
 
-import resource
 import statistics
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
-from headgate.gated import GatedModel
-from headgate.training.distill import Distillation, student_loss
-from headgate.training.loop import begin, calibration_batches
+from headgate.data.batches import DataSet
+from headgate.training.journal import SilentJournal
+from headgate.training.loop import Surroundings, begin, train_step
+from headgate.training.prepare import Start, check, data_of, gated_of, small_of, start_of, teacher_of
 from headgate.training.recipe import PHASES, PhaseName, Recipe
-from headgate.training.run import Start, data_of, gated_of, start_of
 from headgate.training.screen import duration
+from headgate.training.team import Team
 
 STEPS = 4
 PROCESSES = (1, 2, 4, 8)
@@ -29,13 +32,16 @@ PROCESSES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class PhaseForecast:
-    """One phase: how many steps, and the seconds of one at each share of the batch."""
+    """One phase: how many steps, and what one takes at each share of the batch, image loading included."""
 
     name: PhaseName
     steps: int
     step_seconds: dict[int, float]
-    """By number of processes, each with its share of the batch, all on a machine like this one of their own."""
-    gradient_bytes: int
+    """By number of processes, each with its share of the batch."""
+    activation_bytes: dict[int, int]
+    """What a step keeps for its gradient, in each process."""
+    parameter_bytes: int
+    """Weights that learn: exchanged by the processes at each step as gradients."""
 
 
 @dataclass(frozen=True)
@@ -43,62 +49,106 @@ class Forecast:
     """A whole run."""
 
     phases: tuple[PhaseForecast, ...]
-    peak_bytes: int
+    peak_bytes: int | None
 
     def seconds(self, processes: int = 1) -> float:
         """Training time, without evaluation and start."""
-        return sum(phase.steps * phase.step_seconds.get(processes, 0.0) for phase in self.phases)
+        return sum(phase.steps * phase.step_seconds[processes] for phase in self.phases)
+
+    def memory(self, processes: int) -> int | None:
+        """Of one process: what was measured here, with its smaller share of the activations."""
+        if self.peak_bytes is None:
+            return None
+        largest = max(self.phases, key=lambda phase: phase.activation_bytes[1])
+        return self.peak_bytes - largest.activation_bytes[1] + largest.activation_bytes[processes]
+
+    def counts(self) -> list[int]:
+        """Numbers of processes that the batch can be shared by."""
+        return [count for count in PROCESSES if all(count in phase.step_seconds for phase in self.phases)]
 
 
 def measure(recipe: Recipe) -> Forecast:
-    """Run a few steps of each phase with each share of the batch."""
+    """Carry out a few steps of each phase with each share of the batch."""
     data = data_of(recipe)
-    start = start_of(recipe, data)
-    steps = data.train.steps(recipe.batch_size)
-    phases = []
-    for name in PHASES:
-        if recipe.epochs_of(name):
-            net = _net(name, start, recipe, steps)
-            teacher = start.build().eval() if recipe.distill and name != "dense" else None
-            seconds = {
-                count: _step_seconds(name, net, teacher, recipe, data.train, recipe.batch_size // count)
-                for count in PROCESSES
-                if recipe.batch_size // count >= 1
-            }
-            bytes_a_step = sum(p.numel() * p.element_size() for p in net.parameters() if p.requires_grad)
-            phases.append(PhaseForecast(name, recipe.epochs_of(name) * steps, seconds, bytes_a_step))
-    return Forecast(tuple(phases), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    check(recipe, data)
+    start = start_of(recipe, data.shape)
+    phases = tuple(
+        _measure_phase(name, start, data, Team(recipe.precision)) for name in PHASES if recipe.epochs_of(name)
+    )
+    return Forecast(phases, _peak_bytes())
 
 
-def _net(name: PhaseName, start: Start, recipe: Recipe, steps: int) -> nn.Module:
+def _measure_phase(name: PhaseName, start: Start, data: DataSet, team: Team) -> PhaseForecast:
+    recipe = start.recipe
+    steps = recipe.epochs_of(name) * data.train.steps(recipe.batch_size)
+    net = _net(name, start, steps).to(team.device)
+    seconds, kept = {}, {}
+    for count in PROCESSES:
+        if recipe.batch_size % count == 0:
+            share = replace(recipe, batch_size=recipe.batch_size // count)
+            seconds[count], kept[count] = _measure_steps(name, net, replace(start, recipe=share), data, team)
+    learning = sum(p.numel() * p.element_size() for p in net.parameters() if p.requires_grad)
+    return PhaseForecast(name, steps, seconds, kept, learning)
+
+
+def _net(name: PhaseName, start: Start, steps: int) -> nn.Module:
     model = start.build()
     if name == "dense":
         return model
-    gated = gated_of(model, start.example, recipe, recipe.gate_epochs * steps)
-    if name == "gates":
-        return gated
-    generator = torch.Generator().manual_seed(0)
-    gated.set_gate_probabilities(
-        {mask: torch.rand(p.shape, generator=generator) for mask, p in gated.gate_probabilities().items()}
-    )
-    return gated.project(recipe.round_to).shrink()
+    gated = gated_of(model, start.example, start.recipe, steps)
+    return gated.train() if name == "gates" else small_of(gated, start.recipe)
 
 
-def _step_seconds(name, net, teacher, recipe, split, batch) -> float:  # type: ignore[no-untyped-def]
-    phase = begin(name, net.train(), recipe)
-    distillation = Distillation(recipe.distill, recipe.distill_temperature)
-    batches = calibration_batches(split, replace(recipe, batch_size=batch, calibration_batches=STEPS + 1))
-    times = []
-    for _, (images, labels) in zip(range(STEPS + 1), batches, strict=False):
-        started = time.perf_counter()
-        with torch.no_grad():
-            answers = None if teacher is None else teacher(images)
-        loss = student_loss(net(images), labels, answers, distillation, recipe.label_smoothing)
-        (loss + net.cost_loss() if isinstance(net, GatedModel) else loss).backward()
-        phase.optimizer.step()
-        phase.optimizer.zero_grad()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:] or times)
+def _measure_steps(name: PhaseName, net: nn.Module, start: Start, data: DataSet, team: Team) -> tuple[float, int]:
+    """The median step after the first, and the bytes that it keeps for its gradient."""
+    recipe = start.recipe
+    teacher = teacher_of(recipe, name, start.build(), tuple(start.example.shape))
+    phase = begin(name, net.train(), recipe, None if teacher is None else teacher.to(team.device))
+    around = Surroundings(recipe, data.train, team, SilentJournal())
+    prepared, optimizer = team.prepare(phase.net, phase.optimizer)
+    times: list[float] = []
+    kept = [0]
+    batches = data.train.train_batches(recipe.batch_size, seed=0, epoch=0)
+    for _ in range(STEPS + 1):
+        before = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            break
+        with _counting_kept(kept) if not times else _nothing():
+            train_step(prepared, optimizer, phase, batch[0].to(team.device), batch[1].to(team.device), around)
+        times.append(time.perf_counter() - before)
+    team.release()
+    return statistics.median(times[1:] or times), kept[0]
+
+
+@contextmanager
+def _counting_kept(total: list[int]) -> Iterator[None]:
+    """Add up what autograd saves, each tensor once."""
+    seen: set[int] = set()
+
+    def count(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            total[0] += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        yield
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _peak_bytes() -> int | None:
+    """The most memory this process has had, where the system tells it."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def forecast(recipe: Recipe) -> Forecast:
@@ -115,14 +165,19 @@ def forecast(recipe: Recipe) -> Forecast:
         )  # fmt: skip
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(f"In all {duration(found.seconds())}; {found.peak_bytes / 2**30:.2f} GB of memory in this process.")
+    console.print(
+        f"In all {duration(found.seconds())}; {_gigabytes(found.memory(1))} of memory. Evaluation is not counted."
+    )
     console.print("With more processes, each on cores of its own, sharing the batch, traffic between them not counted:")
-    exchanged = max((phase.gradient_bytes for phase in found.phases), default=0) / 2**20
-    for count in PROCESSES[1:]:
-        if all(count in phase.step_seconds for phase in found.phases):
-            times = found.seconds() / found.seconds(count)
-            console.print(
-                f"  {count} processes: {duration(found.seconds(count))}, {times:.1f}× as fast; "
-                f"each step exchanges {exchanged:.1f} MB of gradients a process"
-            )
+    exchanged = max((phase.parameter_bytes for phase in found.phases), default=0) / 2**20
+    for count in found.counts()[1:]:
+        console.print(
+            f"  {count} processes: {duration(found.seconds(count))}, "
+            f"{found.seconds() / found.seconds(count):.1f}× as fast; "
+            f"{_gigabytes(found.memory(count))} in each; {exchanged:.1f} MB of gradients exchanged a step"
+        )
     return found
+
+
+def _gigabytes(count: int | None) -> str:
+    return "an unknown amount" if count is None else f"{count / 2**30:.2f} GB"

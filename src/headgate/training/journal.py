@@ -305,10 +305,14 @@ class Log:
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append a line; it outlives this process from here on."""
-        self._file.write(
-            json.dumps(entry, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
-        )
-        self._file.flush()
+        line = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise FileError(
+                f"{self.path} can't be written ({error.strerror}): free some space, then go on with --resume"
+            ) from error
 
     def close(self) -> None:
         """May be called twice."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from headgate.data.batches import Split
-from headgate.errors import NonFiniteLoss
+from headgate.errors import HeadgateError, NonFiniteLoss
 from headgate.gated import GatedModel
 from headgate.graph.trace import tensors_in
 from headgate.training.distill import Distillation, student_loss
@@ -40,6 +40,35 @@ class Interrupted(Exception):
 
 
 @dataclass
+class Totals:
+    """Sums over the steps of an epoch, in this process; checkpoints hold them, so that all of it is reported."""
+
+    loss: float = 0.0
+    steps: int = 0
+    right: int = 0
+    images: int = 0
+    seconds: float = 0.0
+
+    def add(self, loss: float, logits: Tensor, labels: Tensor, seconds: float) -> None:
+        """Count one step."""
+        self.loss += loss
+        self.steps += 1
+        self.right += int((logits.argmax(1) == labels).sum())
+        self.images += len(labels)
+        self.seconds += seconds
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the training images that were classified right."""
+        return self.right / max(self.images, 1)
+
+    def means(self, team: Team) -> dict[str, float]:
+        """Over all processes."""
+        loss, steps, right, images = team.total([self.loss, self.steps, self.right, self.images])
+        return {"loss": loss / max(steps, 1), "accuracy": right / max(images, 1), "seconds": self.seconds}
+
+
+@dataclass
 class Phase:
     """A phase in training: what is trained, with what, and how far it is."""
 
@@ -48,6 +77,8 @@ class Phase:
     optimizer: Optimizer
     teacher: nn.Module | None = None
     step: int = 0
+    totals: Totals = field(default_factory=Totals)
+    """Of the epoch that is under way."""
 
 
 @dataclass(frozen=True)
@@ -89,43 +120,59 @@ def run_phase(phase: Phase, around: Surroundings) -> None:
     epochs = recipe.epochs_of(phase.name)
     journal.phase(phase.name, epochs=epochs, steps=steps, done=phase.step)
     net, optimizer = team.prepare(phase.net, phase.optimizer)
-    distillation = Distillation(recipe.distill, recipe.distill_temperature)
     gated = phase.net if isinstance(phase.net, GatedModel) else None
     for epoch in range(phase.step // steps, epochs):
         net.train()
-        started = time.perf_counter()
-        totals = _Totals()
         batches = around.split.train_batches(
             recipe.batch_size, seed=_number(recipe.seed, phase.name), epoch=epoch, start=phase.step % steps,
             rank=team.rank, processes=team.processes,
         )  # fmt: skip
+        before = time.perf_counter()
         for images, labels in batches:
             lr = _set_lr_(optimizer, recipe.lr(phase.name, phase.step, steps))
             torch.manual_seed(_number(recipe.seed, phase.name, phase.step, team.rank))
-            images, labels = images.to(team.device), labels.to(team.device)
-            answers = _answers(phase.teacher, images)
-            logits = tensors_in(net(images))[0]
-            task_loss = student_loss(logits, labels, answers, distillation, recipe.label_smoothing)
-            loss = task_loss if gated is None else task_loss + gated.cost_loss()
-            team.backward(loss)
-            around.after_backward(phase.net)
-            optimizer.step()
-            optimizer.zero_grad()
+            loss, logits = train_step(net, optimizer, phase, images.to(team.device), labels.to(team.device), around)
             phase.step += 1
-            totals.add(float(task_loss.detach()), logits.detach(), labels)
-            journal.step(
-                {"loss": totals.last, "accuracy": totals.accuracy, "lr": lr, **_gate_values(gated, phase.step)}
-            )
+            now = time.perf_counter()
+            phase.totals.add(loss, logits, labels.to(team.device), now - before)
+            before = now
+            values = {"loss": loss, "accuracy": phase.totals.accuracy, "lr": lr}
+            journal.step(values | _gate_values(gated, phase.step))
             if gated is not None and recipe.squeeze_below and phase.step % SQUEEZE_EVERY == 0:
                 net, optimizer = _squeeze(phase, gated, net, optimizer, around)
             if phase.step % steps:
-                _obey(phase, around, totals.last)
-        values = totals.means() | _gate_values(gated, 0) | {"lr": lr, "seconds": time.perf_counter() - started}
-        journal.epoch(values | around.every_epoch(phase))
-        _obey(
-            phase, around, totals.last, last_of_phase=phase.step == epochs * steps
-        )  # the epoch is logged: go on there
+                _obey(phase, around, loss)
+        means = phase.totals.means(team)
+        phase.totals = Totals()
+        journal.epoch(means | _gate_values(gated, 0) | {"lr": lr} | around.every_epoch(phase))
+        # only now, with the epoch logged: a run that stops here goes on with the next
+        _obey(phase, around, loss, last_of_phase=phase.step == epochs * steps)
     team.release()
+
+
+def train_step(
+    net: nn.Module, optimizer: Optimizer, phase: Phase, images: Tensor, labels: Tensor, around: Surroundings
+) -> tuple[float, Tensor]:
+    """One step of the optimizer: the task loss, and the network's answers."""
+    recipe, team = around.recipe, around.team
+    answers = _answers(phase.teacher, images, team)
+    logits = tensors_in(net(images))[0]
+    distillation = Distillation(recipe.distill, recipe.distill_temperature)
+    task_loss = student_loss(logits, labels, answers, distillation, recipe.label_smoothing)
+    loss = task_loss + phase.net.cost_loss() if isinstance(phase.net, GatedModel) else task_loss
+    try:
+        team.backward(loss)
+    except RuntimeError as error:
+        if "finished reduction" in str(error):
+            raise HeadgateError(
+                "a parameter takes no part in the loss, which several processes can't do: "
+                "freeze it with requires_grad_(False), or train in one process"
+            ) from error
+        raise
+    around.after_backward(phase.net)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(task_loss.detach()), logits.detach()
 
 
 def _squeeze(
@@ -142,9 +189,10 @@ def _obey(phase: Phase, around: Surroundings, loss: float, last_of_phase: bool =
     """Look up after a step: is the loss a number, does anybody want to stop or to save? All processes agree."""
     broken, stop, save = around.team.any_of([not np.isfinite(loss), around.wants_stop(), around.wants_save()])
     if broken:
+        here = f"the loss became {loss}" if not np.isfinite(loss) else "the loss of another process is not finite"
         raise NonFiniteLoss(
-            f"the loss became {loss} at step {phase.step} of phase {phase.name!r}: lower the learning rate. "
-            "The last checkpoint is from before"
+            f"{here} at step {phase.step} of phase {phase.name!r}: "
+            "start again in a new folder with a lower learning rate"
         )
     if stop or (save and not last_of_phase):
         around.save(phase)
@@ -152,35 +200,13 @@ def _obey(phase: Phase, around: Surroundings, loss: float, last_of_phase: bool =
         raise Interrupted
 
 
-class _Totals:
-    """Means of an epoch."""
-
-    def __init__(self) -> None:
-        self.loss = self.last = 0.0
-        self.right = self.images = self.steps = 0
-
-    def add(self, loss: float, logits: Tensor, labels: Tensor) -> None:
-        self.last = loss
-        self.loss += loss
-        self.steps += 1
-        self.right += int((logits.argmax(1) == labels).sum())
-        self.images += len(labels)
-
-    @property
-    def accuracy(self) -> float:
-        return self.right / max(self.images, 1)
-
-    def means(self) -> dict[str, float]:
-        return {"loss": self.loss / max(self.steps, 1), "accuracy": self.accuracy}
-
-
 def _gate_values(gated: GatedModel | None, step: int) -> dict[str, float]:
     """What the view shows of gates; the thresholded cost only now and then."""
     if gated is None:
         return {}
-    values = {"goal": gated.budget.target_now, "polarised": gated.polarised()}
+    values = {"polarised": gated.polarised()}
     if gated.budget.last_cost is not None:
-        values["cost"] = gated.budget.last_cost
+        values |= {"cost": gated.budget.last_cost, "goal": gated.budget.target_now}
     if step % DECIDED_EVERY == 0:
         values["cost_decided"] = gated.thresholded_macs() / gated.dense_macs
     return values
@@ -198,11 +224,11 @@ def _number(seed: int, phase: PhaseName, *more: int) -> int:
     return int(np.random.SeedSequence([seed, PHASES.index(phase), *more]).generate_state(1)[0])
 
 
-def _answers(teacher: nn.Module | None, images: Tensor) -> Tensor | None:
+def _answers(teacher: nn.Module | None, images: Tensor, team: Team) -> Tensor | None:
     if teacher is None:
         return None
-    with torch.no_grad():
-        return tensors_in(teacher(images))[0]
+    with torch.no_grad(), team.accelerator.autocast():
+        return tensors_in(teacher(images))[0].float()
 
 
 # -------------------------------------------------------------------------------------------------- evaluation

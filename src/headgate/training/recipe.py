@@ -23,6 +23,21 @@ WARM_UP = 0.15
 """Share of a one-cycle phase in which the learning rate rises."""
 
 
+CHOICES = {
+    "dense_schedule": SCHEDULES,
+    "gate_schedule": SCHEDULES,
+    "tune_schedule": SCHEDULES,
+    "budget": ("control", "paper"),
+    "precision": ("no", "fp16", "bf16"),
+    "kind": ("static",),
+    "stream": ("shared", "indexed"),
+    "loss": ("macs", "activation", "per_gate"),
+    "backward": ("sample", "probability"),
+}
+PLACES = ("weights", "data_dir", "teacher", "workers")
+"""Fields that say where something is or how it is read: they may change when a run goes on."""
+
+
 def about(text: str, default: Any) -> Any:
     """A field with its sentence, which the command line shows as help."""
     return field(default=default, metadata={"help": text})
@@ -87,17 +102,18 @@ class Recipe:
         for name in ("dense_epochs", "gate_epochs", "tune_epochs", "validation", "workers"):
             _check(getattr(self, name) >= 0, self, name, "it can't be negative")
         _check(self.gate_epochs > 0 or self.tune_epochs == 0, self, "gate_epochs", "above 0 to tune")
-        _check(self.batch_size >= 1, self, "batch_size", "at least 1")
-        _check(self.step_epochs >= 1, self, "step_epochs", "at least 1")
+        for name in ("batch_size", "step_epochs", "round_to", "calibration_batches"):
+            _check(getattr(self, name) >= 1, self, name, "at least 1")
+        _check(self.seed >= 0, self, "seed", "0 or more")
+        for name in ("distill_temperature", "temperature"):
+            _check(getattr(self, name) > 0, self, name, "above 0")
+        for name, choices in CHOICES.items():
+            _check(getattr(self, name) in choices, self, name, f"one of {', '.join(choices)}")
         for name in ("ramp", "distill", "squeeze_below", "label_smoothing"):
             _check(0 <= getattr(self, name) <= 1, self, name, "a share, from 0 to 1")
         for name in ("dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay"):
             value = getattr(self, name)
             _check(math.isfinite(value) and value >= 0, self, name, "a number from 0 on")
-        for name in ("dense_schedule", "gate_schedule", "tune_schedule"):
-            _check(getattr(self, name) in SCHEDULES, self, name, f"one of {', '.join(SCHEDULES)}")
-        _check(self.budget in ("control", "paper"), self, "budget", "control or paper")
-        _check(self.precision in ("no", "fp16", "bf16"), self, "precision", "no, fp16 or bf16")
 
     def epochs_of(self, phase: PhaseName) -> int:
         """Epochs of a phase."""
@@ -195,8 +211,13 @@ def recipe_named(name: str) -> Recipe:
     raise HeadgateError(f"there is no recipe {name!r}: {hint}")
 
 
+def without_places(recipe: Recipe) -> Recipe:
+    """What a run computes, wherever its files are."""
+    return replace(recipe, weights=None, data_dir=None, teacher=recipe.teacher and "another", workers=0)
+
+
 def overridden(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with some fields replaced; a name it no longer deserves gets a `+`."""
+    """The recipe with some fields replaced."""
     changes = {name: value for name, value in changes.items() if value is not None}
     known = get_type_hints(Recipe)
     for name in changes:

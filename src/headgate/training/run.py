@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from headgate.analysis.records import PACKAGES, cpu_model, versions_of, write_text
-from headgate.data.sources import DataSet, open_data
+from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError
-from headgate.gated import GatedModel, gate, parse_target
-from headgate.gates.budget import Budget
+from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
-from headgate.models.names import load_named
 from headgate.storage import load, save
 from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import AnyJournal
@@ -35,81 +33,20 @@ from headgate.training.loop import (
     Interrupted,
     Phase,
     Surroundings,
+    Totals,
     accuracy,
     begin,
     calibration_batches,
     run_phase,
 )  # fmt: skip
-from headgate.training.recipe import PHASES, PhaseName, Recipe
+from headgate.training.prepare import Start, data_of, gated_of, start_of, teacher_of
+from headgate.training.recipe import PHASES, PhaseName, Recipe, without_places
 from headgate.training.team import Team
 
 DENSE, GATED, DECIDED, SMALL = "dense.safetensors", "gated.safetensors", "decided.safetensors", "small.safetensors"
 RECIPE, RESULT = "recipe.json", "result.json"
 DONE = "done"
 """Where a checkpoint stands when all phases are over."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """The network a run starts from, fresh each time it is asked for, and an input for it."""
-
-    recipe: Recipe
-    example: Tensor
-
-    def build(self) -> nn.Module:
-        """The dense network with the weights the recipe names, or random ones from its seed."""
-        weights = self.recipe.weights
-        return self._made(None if weights == "pretrained" else weights, weights == "pretrained")
-
-    def architecture(self) -> nn.Module:
-        """The dense network, for weights of our own: those the recipe names may no longer be where they were."""
-        return self._made(None, False)
-
-    def _made(self, file: str | None, pretrained: bool) -> nn.Module:
-        torch.manual_seed(self.recipe.seed)
-        shape = tuple(self.example.shape)
-        return load_named(self.recipe.model, shape, weights=file, pretrained=pretrained).model
-
-
-def start_of(recipe: Recipe, data: DataSet) -> Start:
-    """Where a run begins; an input of the data's shape."""
-    if not recipe.model:
-        raise HeadgateError("the recipe names no model: pass --model, or the name of a recipe")
-    return Start(recipe, torch.randn(1, *data.shape, generator=torch.Generator().manual_seed(0)))
-
-
-def data_of(recipe: Recipe) -> DataSet:
-    """The data a recipe names."""
-    root = None if recipe.data_dir is None else Path(recipe.data_dir)
-    return open_data(
-        recipe.data, root=root, validation=recipe.validation, normalization=recipe.normalization,
-        size=recipe.image_size, workers=recipe.workers,
-    )  # fmt: skip
-
-
-def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> GatedModel:
-    """The network with the recipe's gates, its budget planned over `steps` steps."""
-    granularity: Any = int(recipe.granularity) if recipe.granularity.isdigit() else recipe.granularity
-    share = parse_target(as_target(recipe.target), count_macs(model, example))
-    budget = (
-        Budget.paper(share)
-        if recipe.budget == "paper"
-        else Budget(share, ramp_steps=max(1, round(recipe.ramp * steps)), weight=recipe.budget_weight)
-    )
-    options: dict[str, Any] = {
-        "kind": recipe.kind, "granularity": granularity, "stream": recipe.stream, "loss": recipe.loss,
-        "rates": recipe.rate, "initial_probability": recipe.initial_probability, "temperature": recipe.temperature,
-        "hard": recipe.hard, "backward": recipe.backward,
-    }  # fmt: skip
-    return gate(model, example, target=share, frozen=recipe.frozen, budget=budget, **options)
-
-
-def as_target(text: str) -> float | str:
-    """`0.5` is a share, `60M` a number of MACs."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 @dataclass
@@ -127,12 +64,22 @@ class Run:
     _saved: float = field(default_factory=time.monotonic)
     _entered: float = field(default_factory=time.monotonic)
     _stop: bool = False
+    _conditions: dict[str, int] = field(default_factory=dict)
 
     def execute(self) -> dict[str, Any]:
         """Carry it out, from its checkpoint if there is one; returns the result that is also written."""
         data = self.data or data_of(self.recipe)
-        start = start_of(self.recipe, data)
+        if self.recipe.batch_size % self.team.processes:
+            raise HeadgateError(
+                f"batch_size={self.recipe.batch_size} can't be shared by {self.team.processes} processes: "
+                "choose a multiple of their number"
+            )
+        start = start_of(self.recipe, data.shape)
+        self._conditions = {
+            "threads": torch.get_num_threads(), "processes": self.team.processes, "images": len(data.train),
+        }  # fmt: skip
         resumed = self._resumed()
+        self.team.wait()  # all have read it before anybody writes the next
         if resumed is None:
             self.journal.note("start", {"recipe": self.recipe.to_json()})
             if self.team.main:
@@ -161,7 +108,9 @@ class Run:
         phase = begin(name, net, self.recipe, self._teacher(name, start))
         if resumed is not None and inside:
             checkpoints.restore_optimizer_(resumed, phase.optimizer)
-            phase.step = resumed.step
+            phase.step, phase.totals = resumed.step, Totals(**resumed.rest["totals"])
+            if resumed.rest["scaler"] is not None:
+                self.team.accelerator.scaler.load_state_dict(resumed.rest["scaler"])
         self._entered = time.monotonic()
         around = Surroundings(
             self.recipe, data.train, self.team, self.journal, lambda: self._stop, self._save_is_due, self._save,
@@ -184,15 +133,9 @@ class Run:
         return load(self.folder / DECIDED, start.architecture())
 
     def _teacher(self, name: PhaseName, start: Start) -> nn.Module | None:
-        recipe = self.recipe
-        if recipe.distill == 0 or name == "dense" or (name == "gates" and not recipe.distill_gates):
-            return None
-        if recipe.teacher is None:
-            teacher = load(self.folder / DENSE, start.architecture())
-        else:
-            model, _, weights = recipe.teacher.rpartition("=")
-            teacher = load_named(model or recipe.model, tuple(start.example.shape), weights=weights).model
-        return teacher.eval().requires_grad_(False).to(self.team.device)
+        dense = load(self.folder / DENSE, start.architecture())
+        teacher = teacher_of(self.recipe, name, dense, tuple(start.example.shape))
+        return None if teacher is None else teacher.to(self.team.device)
 
     def _decide(self, start: Start, data: DataSet) -> None:
         """Between gates and tuning: calibrate, shrink, keep both."""
@@ -224,7 +167,7 @@ class Run:
         """Accuracy after an epoch, on held-out training images; the test set waits for the end."""
         if not self.recipe.validation or isinstance(phase.net, GatedModel):
             return {}
-        return {"test_accuracy": accuracy(phase.net, data.test, self.team)}
+        return {"validation_accuracy": accuracy(phase.net, data.test, self.team)}
 
     def _finish(self, start: Start, data: DataSet) -> dict[str, Any]:
         """Measure the networks of the folder, once, and write the result."""
@@ -237,6 +180,7 @@ class Run:
         measured = "validation" if self.recipe.validation else "test"
         result = {
             "recipe": self.recipe.to_json(), "measured_on": measured, "images": len(data.test),
+            "input_shape": list(data.shape),
             "accuracy": {name: accuracy(net, data.test, self.team) for name, net in nets.items()},
             "macs": macs, "macs_fraction": {name: value / macs["dense"] for name, value in macs.items()},
             "parameters": {name: sum(p.numel() for p in net.parameters()) for name, net in nets.items()},
@@ -256,10 +200,12 @@ class Run:
 
     def _save(self, phase: Phase) -> None:
         self._count_time(phase.name)
+        scaler = getattr(self.team.accelerator, "scaler", None)
         if self.team.main:
             taken = checkpoints.taken(
                 phase.net, phase.optimizer, phase=phase.name, step=phase.step, recipe=self.recipe.to_json(),
-                seconds=self.seconds, log_position=self.journal.position,
+                seconds=self.seconds, log_position=self.journal.position, conditions=self._conditions,
+                totals=vars(phase.totals), scaler=None if scaler is None else scaler.state_dict(),
             )  # fmt: skip
             checkpoints.write_checkpoint(self.folder, taken)
         self._saved = time.monotonic()
@@ -269,7 +215,10 @@ class Run:
         following = PHASES.index(done) + 1
         if self.team.main:
             name = PHASES[following] if following < len(PHASES) else DONE
-            empty = checkpoints.Checkpoint(name, 0, self.recipe.to_json(), dict(self.seconds), self.journal.position)
+            empty = checkpoints.Checkpoint(
+                name, 0, self.recipe.to_json(), dict(self.seconds), self.journal.position,
+                rest={"conditions": self._conditions},
+            )  # fmt: skip
             checkpoints.write_checkpoint(self.folder, empty)
         self.team.wait()
 
@@ -278,13 +227,25 @@ class Run:
             self.journal.resume_at(0)  # killed before its first checkpoint, or new
             return None
         found = checkpoints.read_checkpoint(self.folder)
-        if found.recipe != self.recipe.to_json():
+        if without_places(Recipe.from_json(found.recipe)) != without_places(self.recipe):
             raise FileError(
                 f"{self.folder} holds a run of another recipe ({found.recipe.get('name')}): choose another folder"
             )
+        self._compare(found.rest.get("conditions", {}))
         self.seconds = dict(found.seconds)
         self.journal.resume_at(found.log_position)
         return found
+
+    def _compare(self, conditions: Mapping[str, int]) -> None:
+        """Other data is another run; other threads or processes only mean other rounding."""
+        for name, value in conditions.items():
+            if value == self._conditions.get(name):
+                continue
+            if name == "images":
+                raise FileError(f"the run began with {value} training images, now there are {self._conditions[name]}")
+            self.journal.say(
+                f"The run began with {value} {name}, it goes on with {self._conditions[name]}: not bit-exact."
+            )
 
     def _count_time(self, name: str) -> None:
         now = time.monotonic()
@@ -297,6 +258,9 @@ class Run:
 
         def ask(number: int, frame: Any) -> None:
             if self._stop:
+                self.journal.say(
+                    f"Stopped at once; {self.folder} holds the last checkpoint, and the run can go on from there."
+                )
                 raise KeyboardInterrupt
             self._stop = True
 

@@ -51,7 +51,7 @@ SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", _number),
     "task_loss": ("task", _number),
     "accuracy": ("train", _fine_percent),
-    "test_accuracy": ("test", _fine_percent),
+    "validation_accuracy": ("validation", _fine_percent),
     "cost": ("cost", _percent),
     "cost_decided": ("decided", _percent),
     "goal": ("goal", _percent),

@@ -5,19 +5,28 @@ What the command line calls. Knows nothing of options and tables.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headgate.data.sources import DataSet
 from headgate.errors import FileError
 from headgate.training.forecast import forecast
 from headgate.training.journal import AnyJournal, Journal, SilentJournal
 from headgate.training.loop import Interrupted
-from headgate.training.recipe import PHASES, Recipe
-from headgate.training.run import RESULT, Run, create_folder, data_of, is_done, recipe_in
+from headgate.training.prepare import check, data_of, with_absolute_places
+from headgate.training.recipe import PHASES, Recipe, overridden
+from headgate.training.run import RESULT, Run, create_folder, is_done, recipe_in
 from headgate.training.team import Team
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Interrupted", "Options", "forecast", "go", "recipe_in", "use_threads"]
 
@@ -31,35 +40,66 @@ class Options:
     checkpoint_seconds: float = 120.0
 
 
+DEFAULTS = Options()
+
+
 def use_threads(threads: int | None) -> None:
     """Set torch's threads, if a number is given."""
     if threads is not None:
         torch.set_num_threads(max(1, threads))
 
 
-def go(folder: Path, recipe: Recipe | None, options: Options = Options()) -> dict[str, Any] | None:  # noqa: B008
-    """Carry out a new run (or with no recipe, the one in the folder); its result in the main process."""
+def go(
+    folder: Path,
+    recipe: Recipe | None,
+    options: Options = DEFAULTS,
+    places: Mapping[str, Any] | None = None,
+) -> dict[str, Any] | None:
+    """Carry out a new run (or with no recipe, the one in the folder); its result in the main process.
+
+    `places` are fields that say where things are now, for a run that goes on.
+    """
     going_on = recipe is None
-    recipe = recipe_in(folder) if recipe is None else recipe
+    recipe = overridden(recipe_in(folder), places or {}) if recipe is None else recipe
+    recipe = with_absolute_places(recipe)
     team = Team(recipe.precision)
     if going_on and is_done(folder):
         raise FileError(f"{folder} is done: its result is in {folder / RESULT}")
-    if team.main and not going_on:
-        data_of(recipe)  # what is wrong with the data shows before there is a folder
-        create_folder(folder, recipe)
+    data = data_of(recipe)
+    if not going_on:
+        check(recipe, data)  # what is wrong shows before there is a folder
+        if team.main:
+            create_folder(folder, recipe)
     team.wait()
-    journal: AnyJournal = SilentJournal()
-    if team.main:
-        journal = Journal(folder, title=recipe.name, tensorboard=options.tensorboard, quiet=options.quiet)
-        journal.plan(_plan(recipe))
-    with journal:
-        result = Run(recipe, folder, team, journal, options.checkpoint_seconds).execute()
+    with only_user(folder) if team.main else nullcontext(), _journal(folder, recipe, data, team, options) as journal:
+        result = Run(recipe, folder, team, journal, options.checkpoint_seconds, data).execute()
     return result if team.main else None
 
 
-def _plan(recipe: Recipe) -> list[tuple[str, int, float]]:
+def _journal(folder: Path, recipe: Recipe, data: DataSet, team: Team, options: Options) -> AnyJournal:
+    if not team.main:
+        return SilentJournal()
+    journal = Journal(folder, title=recipe.name, tensorboard=options.tensorboard, quiet=options.quiet)
+    journal.plan(_plan(recipe, data.train.steps(recipe.batch_size)))
+    return journal
+
+
+@contextmanager
+def only_user(folder: Path) -> Iterator[None]:
+    """Nobody else may go on with the same run meanwhile (where the system can tell)."""
+    if fcntl is None:
+        yield
+        return
+    with open(folder / ".lock", "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise FileError(f"{folder} is in use by another process: wait for it, or stop it") from error
+        yield
+
+
+def _plan(recipe: Recipe, steps: int) -> list[tuple[str, int, float]]:
     """Steps of every phase and what one costs beside a dense step, for the time left."""
-    steps = data_of(recipe).train.steps(recipe.batch_size)
     teacher = 0.33 if recipe.distill else 0.0
     relative = {"dense": 1.0, "gates": 1.15 + teacher, "tune": 0.65 + teacher}
     return [(name, recipe.epochs_of(name) * steps, relative[name]) for name in PHASES if recipe.epochs_of(name)]

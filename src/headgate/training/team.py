@@ -29,6 +29,8 @@ class Team:
     """This process and the others."""
 
     def __init__(self, precision: str = "no") -> None:
+        if precision == "fp16" and not torch.accelerator.is_available():
+            raise HeadgateError("precision fp16 needs a GPU: use no, or bf16 where the processor has it")
         self.accelerator = _accelerate().Accelerator(mixed_precision=precision)
         self.rank = int(self.accelerator.process_index)
         self.processes = int(self.accelerator.num_processes)

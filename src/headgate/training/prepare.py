@@ -1,0 +1,157 @@
+"""From a recipe to what a run needs: its data, its network, its gates, its teacher; and whether all of that fits.
+
+`check` finds out before a run begins what would otherwise stop it hours later. Knows nothing of folders, steps or
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headgate.data.sources import DataSet, open_data
+from headgate.errors import HeadgateError, ModelError, TargetError
+from headgate.gated import GatedModel, gate, parse_target
+from headgate.gates.budget import Budget
+from headgate.graph.macs import count_macs
+from headgate.graph.trace import tensors_in
+from headgate.models.names import load_named
+from headgate.training.recipe import PhaseName, Recipe
+
+
+@dataclass(frozen=True)
+class Start:
+    """The network a run starts from, fresh each time it is asked for, and an input for it."""
+
+    recipe: Recipe
+    example: Tensor
+
+    def build(self) -> nn.Module:
+        """The dense network with the weights the recipe names, or random ones from its seed."""
+        weights = self.recipe.weights
+        return self._made(file=None if weights == "pretrained" else weights)
+
+    def architecture(self) -> nn.Module:
+        """The dense network, for weights of our own: those the recipe names may no longer be where they were."""
+        return self._made(fetch=False)
+
+    def _made(self, file: str | None = None, fetch: bool = True) -> nn.Module:
+        torch.manual_seed(self.recipe.seed)
+        pretrained = self.recipe.weights == "pretrained"
+        shape = tuple(self.example.shape)
+        return load_named(self.recipe.model, shape, weights=file, pretrained=pretrained, fetch=fetch).model
+
+
+def start_of(recipe: Recipe, shape: tuple[int, ...]) -> Start:
+    """Where a run begins; an input of the data's shape."""
+    if not recipe.model:
+        raise HeadgateError("the recipe names no model: pass --model, or the name of a recipe")
+    return Start(recipe, torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)))
+
+
+def data_of(recipe: Recipe) -> DataSet:
+    """The data a recipe names."""
+    root = None if recipe.data_dir is None else Path(recipe.data_dir)
+    return open_data(
+        recipe.data, root=root, validation=recipe.validation, normalization=recipe.normalization,
+        size=recipe.image_size, workers=recipe.workers,
+    )  # fmt: skip
+
+
+def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> GatedModel:
+    """The network with the recipe's gates, its budget planned over `steps` steps."""
+    granularity: Any = int(recipe.granularity) if recipe.granularity.isdigit() else recipe.granularity
+    share = parse_target(as_target(recipe.target), count_macs(model, example))
+    budget = (
+        Budget.paper(share)
+        if recipe.budget == "paper"
+        else Budget(share, ramp_steps=max(1, round(recipe.ramp * steps)), weight=recipe.budget_weight)
+    )
+    options: dict[str, Any] = {
+        "kind": recipe.kind, "granularity": granularity, "stream": recipe.stream, "loss": recipe.loss,
+        "rates": recipe.rate, "initial_probability": recipe.initial_probability, "temperature": recipe.temperature,
+        "hard": recipe.hard, "backward": recipe.backward,
+    }  # fmt: skip
+    return gate(model, example, target=share, frozen=recipe.frozen, budget=budget, **options)
+
+
+def as_target(text: str) -> float | str:
+    """`0.5` is a share, `60M` a number of MACs."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def teacher_of(recipe: Recipe, phase: PhaseName, dense: nn.Module, shape: tuple[int, ...]) -> nn.Module | None:
+    """Who teaches in a phase: the dense network, or the one the recipe names, or nobody."""
+    if recipe.distill == 0 or phase == "dense" or (phase == "gates" and not recipe.distill_gates):
+        return None
+    if recipe.teacher is not None:
+        model, _, weights = recipe.teacher.rpartition("=")
+        dense = load_named(model or recipe.model, shape, weights=weights).model
+    return dense.eval().requires_grad_(False)
+
+
+def check(recipe: Recipe, data: DataSet) -> None:
+    """Raise whatever would stop the run later: weights, shapes, classes, gates, target, teacher."""
+    start = start_of(recipe, data.shape)
+    if recipe.weights is None and not recipe.dense_epochs:
+        raise HeadgateError(
+            "the run would gate a network with random weights: "
+            "give --weights FILE, or train it first with --dense-epochs"
+        )
+    model = start.build().eval()
+    try:
+        with torch.no_grad():
+            logits = tensors_in(model(start.example))[0]
+    except Exception as error:
+        raise ModelError(
+            f'"{recipe.model}" rejects images of shape {data.shape} ({type(error).__name__}: {error}): '
+            "choose another model, or --image-size"
+        ) from error
+    if logits.dim() != 2 or logits.shape[1] < data.classes:
+        raise ModelError(
+            f'"{recipe.model}" gives {tuple(logits.shape[1:])} scores an image, but the data has {data.classes} classes'
+        )
+    for phase in ("gates", "tune"):
+        teacher_of(recipe, phase, model, tuple(start.example.shape))
+    if recipe.gate_epochs:
+        small_of(gated_of(model, start.example, recipe, 1), recipe)
+
+
+def small_of(gated: GatedModel, recipe: Recipe) -> nn.Module:
+    """A shrunk network at the recipe's target, from random decisions: what there will be, but for which channels."""
+    generator = torch.Generator().manual_seed(0)
+    gated.set_gate_probabilities(
+        {name: torch.rand(p.shape, generator=generator) for name, p in gated.gate_probabilities().items()}
+    )
+    gated.project(recipe.round_to)
+    if bool(gated.decisions.all()):  # type: ignore[operator]
+        raise TargetError(
+            f"target {recipe.target} leaves every gate open, so there is nothing to learn: choose a lower one"
+        )
+    return gated.shrink()
+
+
+def with_absolute_places(recipe: Recipe) -> Recipe:
+    """The recipe with all paths absolute: a run must find its files again from wherever it goes on."""
+    changes: dict[str, str] = {}
+    for name in ("weights", "data_dir"):
+        value = getattr(recipe, name)
+        if value is not None and value != "pretrained":
+            changes[name] = os.path.abspath(value)
+    file, colon, function = recipe.model.rpartition(":")
+    if file.endswith(".py"):
+        changes["model"] = os.path.abspath(file) + colon + function
+    if recipe.data.startswith("folder:"):
+        changes["data"] = "folder:" + os.path.abspath(recipe.data.removeprefix("folder:"))
+    if recipe.teacher is not None:
+        model, equals, weights = recipe.teacher.rpartition("=")
+        changes["teacher"] = model + equals + os.path.abspath(weights)
+    return replace(recipe, **changes)  # type: ignore[arg-type]
