@@ -5,6 +5,7 @@ Everything a user does with the library, in the order they do it. Knows all that
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from headgate.models.cifar_resnet import digits_resnet
 from headgate.storage import load, save
 
 IMAGE_SIZE = 16
+WIDE = 120
+"""Columns where there is no terminal to tell its width."""
 BATCH_SIZE = 64
 TARGET = 0.5
 ROUND_TO = 8
@@ -77,7 +80,7 @@ def train(
 
 def run(out: Path, *, seed: int = 0, quick: bool = False) -> None:
     """The whole tour; files go to `out`."""
-    console = Console()
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDE)
     torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
     schedule = Schedule(1, 1) if quick else Schedule()
@@ -156,18 +159,19 @@ def _print_rows(
     with torch_threads(threads):
         timings = time_interleaved(calls, rounds=30)
     table = Table(
-        title=f"digits, {IMAGE_SIZE}×{IMAGE_SIZE}; milliseconds for a batch of {len(batch)}, "
-        f"{threads} threads, median of interleaved runs"
+        title=f"digits, {IMAGE_SIZE}×{IMAGE_SIZE}; ms for a batch of {len(batch)}, {threads} threads, interleaved",
+        title_justify="left",
     )
-    for column in ("network", "test accuracy", "MACs", "parameters", "file", "PyTorch ms", "ONNX Runtime ms"):
+    for column in ("network", "accuracy", "MACs", "weights", "file", "PyTorch", "ONNX Runtime"):
         table.add_column(column, justify="left" if column == "network" else "right")
     for name, (model, macs) in rows.items():
         file = out / {"dense": "dense.safetensors", "gated": "gated.safetensors", "shrunk": "small.safetensors"}[name]
         onnx = timings.get(f"{name}, ONNX")
+        weights = sum(p.numel() for p in model.parameters())
         table.add_row(
-            name, f"{accuracy(model, test):.2%}", f"{macs:,}", f"{sum(p.numel() for p in model.parameters()):,}",
-            f"{file.stat().st_size / 1024:.0f} kB", f"{timings[name].median_ms:.2f}",
-            "–" if onnx is None else f"{onnx.median_ms:.2f}",
+            name, f"{accuracy(model, test):.2%}", f"{macs / 1e6:.2f} M", f"{weights / 1e3:.0f} k",
+            f"{file.stat().st_size / 1024:.0f} kB", f"{timings[name].median_ms:.2f} ms",
+            "–" if onnx is None else f"{onnx.median_ms:.2f} ms",
         )  # fmt: skip
     console.print(table)
     faster = ratio(timings["dense"], timings["shrunk"])

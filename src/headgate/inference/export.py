@@ -5,8 +5,11 @@ Knows nothing of gates; takes any module.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +19,18 @@ from headgate.errors import HeadgateError
 from headgate.inference.shrink import difference, random_like
 
 ONNX_TOLERANCE = 1e-3
+
+
+@contextmanager
+def _only_errors(logger_name: str) -> Iterator[None]:
+    """Silence a library's remarks about what is not installed."""
+    logger = logging.getLogger(logger_name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def export_onnx(model: nn.Module, example_input: Tensor, path: str | os.PathLike[str]) -> float:
@@ -30,7 +45,7 @@ def export_onnx(model: nn.Module, example_input: Tensor, path: str | os.PathLike
     path = Path(path)
     model = model.eval()
     two = torch.cat([example_input[:1], example_input[:1]])  # a batch of 1 would be taken for a constant
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _only_errors("torch.onnx"):
         warnings.simplefilter("ignore")  # the exporter's own, about its own code
         program = torch.onnx.export(
             model,
