@@ -8,20 +8,19 @@ what they show. At most 3 ms a batch is the aim.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from common import full_name, parser, show
+from common import parser, show
 from torch import Tensor
+from training_cost import plain_step
 
 from headgate.analysis.measure import ratio, time_interleaved, torch_threads
 from headgate.analysis.records import write_record
 from headgate.data.batches import NORMALIZATIONS, CropAndFlip, InMemory
-from headgate.models.names import load_named
 
 QUESTION = "Can one thread prepare CIFAR-10 batches faster than a ResNet-20 learns from them?"
 MODEL = "cifar_resnet20"
@@ -57,7 +56,7 @@ def _options() -> Namespace:
 def _rows(options: Namespace) -> list[Row]:
     batches = endless_batches(options.seed)
     x, y = next(batches)
-    work = {PIPELINE: lambda: next(batches), STEP: training_step(x, y, options.seed)}
+    work = {PIPELINE: lambda: next(batches), STEP: plain_step(MODEL, x, y, options.seed)}
     threads = {PIPELINE: 1, STEP: options.threads}
     with torch_threads(options.threads):
         timings = time_interleaved(
@@ -81,19 +80,6 @@ def endless_batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     split = InMemory(pixels_NCHW, randomness.integers(0, 10, IMAGES), 10, NORMALIZATIONS["imagenet"], CropAndFlip())
     for epoch in count():
         yield from split.train_batches(BATCH, seed=seed, epoch=epoch)
-
-
-def training_step(x: Tensor, y: Tensor, seed: int) -> Callable[[], None]:
-    torch.manual_seed(seed)
-    model = load_named(full_name(MODEL)).model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-
-    def step() -> None:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def _met(pipeline: Row) -> bool:

@@ -107,7 +107,7 @@ def test_every_instruction_set(level: int, case: dict[str, Any]) -> None:
 
 
 def test_the_kernel_was_compiled_where_there_is_a_compiler() -> None:
-    assert (native.library() is not None) == (COMPILER is not None)
+    assert (native.compiled() is not None) == (COMPILER is not None)
     assert headgate.kernel_level() in ("plain", *native.LEVELS)
 
 
@@ -125,7 +125,7 @@ def test_without_the_compiled_kernel_the_twin_answers(monkeypatch: pytest.Monkey
     x, w = torch.randn(2, 4, 5, 5), torch.randn(3, 4, 3, 3)
     mask = torch.tensor([[True, False, True, True], [False, False, True, False]])
     expected = masked_conv2d(x, w, in_mask=mask)
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "compiled", lambda: None)
     torch.testing.assert_close(masked_conv2d(x, w, in_mask=mask), expected, rtol=1e-4, atol=1e-4)
     assert native.kernel_level() == "plain"
 

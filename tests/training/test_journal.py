@@ -284,6 +284,7 @@ def test_closing_twice_is_fine_and_phases_of_nothing_too(tmp_path: Path) -> None
         journal.phase("dense", epochs=0, steps=0)
         journal.close()
         journal.close()
+        assert read_log(tmp_path / "log.jsonl") == []
 
 
 @pytest.mark.parametrize(

@@ -235,11 +235,14 @@ def test_distillation_changes_the_run_and_not_its_target(tmp_path: Path, whole: 
     assert not same_weights(whole, tmp_path / "run")
 
 
-def test_another_teacher(tmp_path: Path) -> None:
+def test_another_teacher(tmp_path: Path, whole: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(make().state_dict(), tmp_path / "teacher.safetensors")
-    run(tmp_path / "run", distill=0.5, teacher=f"{TINY}={tmp_path / 'teacher.safetensors'}", gate_epochs=1)
+    run(tmp_path / "run", distill=0.5, teacher=f"{TINY}={tmp_path / 'teacher.safetensors'}")
+    run(tmp_path / "own", distill=0.5)
+    assert same_weights(whole, tmp_path / "run", "dense.safetensors")
+    assert not same_weights(tmp_path / "own", tmp_path / "run")
 
 
 def test_squeezing_on_the_way_keeps_target_and_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ Pair = tuple[int, int]
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def compiled() -> ctypes.CDLL | None:
     """The compiled kernel, or None. torch is imported by then, so both share one pool of OpenMP threads."""
     for path in sorted(Path(__file__).parent.glob("_conv*")):
         if path.suffix in (".so", ".pyd", ".dylib"):
@@ -41,7 +41,7 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
 
 def kernel_level() -> str:
     """Which kernel this machine uses: avx512, avx2, portable, or plain (no compiled kernel)."""
-    found = library()
+    found = compiled()
     return "plain" if found is None else LEVELS[found.headgate_level()]
 
 
@@ -50,7 +50,7 @@ def conv2d(
     residual: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, relu: bool, y: Tensor, level: int = -1,
 ) -> None:  # fmt: skip
     """Fill `y`. All tensors are contiguous; masks are of bytes, one row an image or one for all."""
-    found = library()
+    found = compiled()
     assert found is not None
     numbers = (ctypes.c_int64 * 15)(
         *x.shape, y.shape[1], y.shape[2], y.shape[3], weight.shape[2], weight.shape[3], *stride, *padding, *dilation

@@ -14,8 +14,8 @@ from torch import Tensor
 from headgate.errors import HeadgateError
 from headgate.inference.kernel import native, plain
 
-_library = torch.library.Library("headgate", "FRAGMENT")
-_library.define(
+_ops = torch.library.Library("headgate", "FRAGMENT")
+_ops.define(
     "masked_conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? in_mask, Tensor? out_mask, Tensor? residual, "
     "int[2] stride, int[2] padding, int[2] dilation, bool relu) -> Tensor"
 )
@@ -63,7 +63,7 @@ def _check(x: Tensor, weight: Tensor, masks: dict[str, tuple[Tensor | None, int]
             )
 
 
-@torch.library.impl(_library, "masked_conv2d", "CPU")
+@torch.library.impl(_ops, "masked_conv2d", "CPU")
 def _on_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
     residual: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], relu: bool,
@@ -73,7 +73,7 @@ def _on_cpu(
     if residual is not None and list(residual.shape) != shape:
         raise HeadgateError(f"masked_conv2d: the residual is {tuple(residual.shape)}, the output {tuple(shape)}")
     pairs = (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1])
-    if native.library() is None or x.dtype != torch.float32 or weight.dtype != torch.float32 or 0 in shape:
+    if native.compiled() is None or x.dtype != torch.float32 or weight.dtype != torch.float32 or 0 in shape:
         return plain.conv2d(x, weight, bias, in_mask, out_mask, residual, *pairs, relu)
     y = torch.empty(shape)
     native.conv2d(
@@ -90,7 +90,7 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return (mask if mask.dtype in (torch.bool, torch.uint8) else mask != 0).contiguous()
 
 
-@torch.library.register_fake("headgate::masked_conv2d", lib=_library)
+@torch.library.register_fake("headgate::masked_conv2d", lib=_ops)
 def _shape_only(
     x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
     residual: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], relu: bool,
