@@ -93,6 +93,34 @@ def test_an_interrupted_run_ends_with_the_same_bits(
     assert len(done) == len(set(done)) == 4  # nothing logged twice, nothing missing
 
 
+def test_a_compiled_run_ends_with_the_same_bits_too(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"compile": True, "distill": 0.5, "weights": str(whole / "dense.safetensors"), "dense_epochs": 0}
+    run(tmp_path / "whole", **changes)
+    obey = loop._obey
+    stop_at_(monkeypatch, "tune", 3)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", **changes)
+    monkeypatch.setattr(loop, "_obey", obey)
+    go(tmp_path / "run", None, EVERY_STEP)
+    assert same_weights(tmp_path / "whole", tmp_path / "run")
+    assert not any(
+        "_orig_mod" in name for name in headgate.load(tmp_path / "run" / "small.safetensors", make()).state_dict()
+    )
+
+
+def test_compiling_without_a_compiler_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(HeadgateError, match=r"compile=True.*install a C\+\+ compiler"):
+        run(tmp_path / "run", compile=True)
+
+
 def test_killed_at_any_moment(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [*options_of(RECIPE), "--out", str(folder), "--checkpoint-seconds", "0", "--quiet", "--threads", "1"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headgate.data.batches import DataSet
 from headgate.training.journal import SilentJournal
-from headgate.training.loop import Surroundings, begin, train_step
+from headgate.training.loop import Surroundings, begin, prepared, train_step
 from headgate.training.prepare import Start, check, data_of, gated_of, small_of, start_of, teacher_of
 from headgate.training.recipe import PHASES, PhaseName, Recipe
 from headgate.training.screen import duration
@@ -105,7 +105,7 @@ def _measure_steps(name: PhaseName, net: nn.Module, start: Start, data: DataSet,
     teacher = teacher_of(recipe, name, start.build(), tuple(start.example.shape))
     phase = begin(name, net.train(), recipe, None if teacher is None else teacher.to(team.device))
     around = Surroundings(recipe, data.train, team, SilentJournal())
-    prepared, optimizer = team.prepare(phase.net, phase.optimizer)
+    stepping, optimizer = prepared(phase, recipe, team)
     times: list[float] = []
     kept = [0]
     batches = data.train.train_batches(recipe.batch_size, seed=0, epoch=0)
@@ -115,7 +115,7 @@ def _measure_steps(name: PhaseName, net: nn.Module, start: Start, data: DataSet,
         if batch is None:
             break
         with _counting_kept(kept) if not times else _nothing():
-            train_step(prepared, optimizer, phase, batch[0].to(team.device), batch[1].to(team.device), around)
+            train_step(stepping, optimizer, phase, batch[0].to(team.device), batch[1].to(team.device), around)
         times.append(time.perf_counter() - before)
     team.release()
     return statistics.median(times[1:] or times), kept[0]

@@ -99,7 +99,26 @@ class Surroundings:
 
 def begin(name: PhaseName, net: nn.Module, recipe: Recipe, teacher: nn.Module | None = None) -> Phase:
     """A phase at its first step."""
+    if teacher is not None and recipe.compile:
+        teacher = _compiled(teacher)
     return Phase(name, net, make_optimizer(net, name, recipe), teacher)
+
+
+def prepared(phase: Phase, recipe: Recipe, team: Team) -> tuple[nn.Module, Optimizer]:
+    """The phase's network and optimizer as steps are taken with them: on all processes, compiled if the recipe says so.
+
+    Gated networks are not compiled: their masks change from step to step, and so would the code.
+    """
+    net, optimizer = team.prepare(phase.net, phase.optimizer)
+    if recipe.compile and not isinstance(phase.net, GatedModel):
+        net = _compiled(net)
+    return net, optimizer
+
+
+def _compiled(net: nn.Module) -> nn.Module:
+    """With code of its own for every shape of batch: which code runs must not depend on what ran before."""
+    compiled: nn.Module = torch.compile(net, dynamic=False)
+    return compiled
 
 
 def make_optimizer(net: nn.Module, name: PhaseName, recipe: Recipe) -> Optimizer:
@@ -119,7 +138,7 @@ def run_phase(phase: Phase, around: Surroundings) -> None:
     steps = around.split.steps(recipe.batch_size)
     epochs = recipe.epochs_of(phase.name)
     journal.phase(phase.name, epochs=epochs, steps=steps, done=phase.step)
-    net, optimizer = team.prepare(phase.net, phase.optimizer)
+    net, optimizer = prepared(phase, recipe, team)
     gated = phase.net if isinstance(phase.net, GatedModel) else None
     for epoch in range(phase.step // steps, epochs):
         net.train()
@@ -182,7 +201,7 @@ def _squeeze(
     if not gated.squeeze_(around.recipe.squeeze_below, phase.optimizer):
         return net, optimizer
     around.team.release()
-    return around.team.prepare(phase.net, phase.optimizer)
+    return prepared(phase, around.recipe, around.team)
 
 
 def _obey(phase: Phase, around: Surroundings, loss: float, last_of_phase: bool = False) -> None:

@@ -106,6 +106,8 @@ def check(recipe: Recipe, data: DataSet) -> None:
             "the run would gate a network with random weights: "
             "give --weights FILE, or train it first with --dense-epochs"
         )
+    if recipe.compile:
+        _check_compiler()
     model = start.build().eval()
     try:
         with torch.no_grad():
@@ -123,6 +125,16 @@ def check(recipe: Recipe, data: DataSet) -> None:
         teacher_of(recipe, phase, model, tuple(start.example.shape))
     if recipe.gate_epochs:
         small_of(gated_of(model, start.example, recipe, 1), recipe)
+
+
+def _check_compiler() -> None:
+    try:
+        torch.compile(torch.neg, dynamic=False)(torch.zeros(2))
+    except Exception as error:
+        raise HeadgateError(
+            f"compile=True, but torch.compile does not work here ({type(error).__name__}): "
+            "install a C++ compiler, or leave it out"
+        ) from error
 
 
 def small_of(gated: GatedModel, recipe: Recipe) -> nn.Module:

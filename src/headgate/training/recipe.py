@@ -96,6 +96,7 @@ class Recipe:
     calibration_batches: int = about("Batches for BatchNorm's statistics after deciding.", 200)
     seed: int = about("Of everything random.", 0)
     precision: str = about("no, fp16 or bf16.", "no")
+    compile: bool = about("Let torch.compile make the dense and the shrunk network (and the teacher) faster.", False)
     workers: int = about("Processes that decode images, for folder:PATH.", 0)
 
     def __post_init__(self) -> None:
