@@ -7,6 +7,7 @@ nothing of training loops, data sets or the command line.
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,14 +22,25 @@ from torch.optim import Optimizer
 from headgate.errors import HeadgateError, NonFiniteLoss, NotDecided, NothingToGate, TargetError
 from headgate.gates.budget import Budget
 from headgate.gates.cost import LOSSES, Cost, activation_rate, over_processes, per_gate_loss, target_rates
-from headgate.gates.draws import Board, Draw, Ledger, attach
-from headgate.gates.gumbel import Backward, Relaxation
+from headgate.gates.draws import Board, Draw, Group, Ledger, attach
+from headgate.gates.dynamic import DynamicGates
+from headgate.gates.gumbel import Backward, Relaxation, logistic_noise
+from headgate.gates.gumbel import draw as draw_gates
 from headgate.gates.static import StaticGates
-from headgate.graph.analyse import Settings, StreamForm, analyse
+from headgate.graph.analyse import Settings, StreamForm, analyse, check_frozen_names
 from headgate.graph.grouping import ChannelGraph, Granularity
 from headgate.graph.plan import Plan
+from headgate.graph.sites import find_sites
 from headgate.graph.trace import stripped_copy, tensors_in
-from headgate.inference.calibrate import inputs_of, least_decisions, project, reestimate_batchnorm, rounded
+from headgate.inference.calibrate import (
+    endless,
+    inputs_of,
+    least_decisions,
+    meet_with_tau,
+    project,
+    reestimate_batchnorm,
+    rounded,
+)  # fmt: skip
 from headgate.inference.shrink import check_same, shrink
 from headgate.inference.squeeze import Squeezed, move_state_, squeeze, write_back_
 from headgate.inference.strategies import Strategy, combine
@@ -36,6 +48,9 @@ from headgate.inference.strategies import Strategy, combine
 GATES_FOR_FULL_DECAY = 20
 """The paper's rule: gates get 20/|G| of the usual weight decay (and never more than the usual)."""
 POLARISED = 0.05
+TAU_BATCHES = 16
+"""Batches on which the threshold of gates that depend on the input is found."""
+_NO_PASS = "gates depend on the input, and there was no forward pass for {} to tell of: call the model first"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -74,21 +89,35 @@ class GatedModel(nn.Module):
     def __init__(
         self, model: nn.Module, graph: ChannelGraph, example_input: Any, target: float, loss: str,
         budget: Budget | None, gates: StaticGates, rates: float | Sequence[float] | Mapping[str, float] | None,
+        dynamic: DynamicGates | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if loss not in LOSSES:
             raise HeadgateError(f"loss={loss!r} is unknown: use one of {', '.join(LOSSES)}")
         self.model = model
         self.gates = gates
+        self.dynamic = dynamic
         self.graph = graph
         self.target = target
         self.loss = loss
         self.budget = budget if budget is not None else Budget(target)
-        self.cost = Cost(graph)
+        self.cost = Cost(graph, 0 if dynamic is None else dynamic.macs)
         self.register_buffer("decisions", torch.ones(graph.gate_count, dtype=torch.bool))
         self._example_input = example_input
         self.frozen_names: tuple[str, ...] = ()
+        self.static_names: tuple[str, ...] = ()
+        self.settled = False
+        """Whether gates are decided in train mode too: see `settle_`."""
         self._ledger = Ledger(graph)
+        sites = () if dynamic is None else dynamic.sites
+        decided_there = {number for site in sites for number in site.masks}
+        fixed = [number for number in range(len(graph.masks)) if number not in decided_there]
+        self._fixed = Group(graph, fixed) if sites else self._ledger
+        """The masks whose gates are parameters."""
+        self._groups = tuple(Group(graph, site.masks) for site in sites)
+        self._images = 1
+        self._tau = Strategy.tau
+        """Where calibration has put the threshold of gates that depend on the input."""
         self._board = Board()
         self._strategy = Strategy()
         self._rates = target_rates(graph, target if rates is None else rates)
@@ -96,7 +125,7 @@ class GatedModel(nn.Module):
         self._last: Draw | None = None
         self._squeezed: tuple[nn.Module, Squeezed] | None = None  # the dense network, and what stands for it
         self._optimizer: Optimizer | None = None  # that trains what stands for it
-        attach(self.model, graph, self._board)
+        attach(self.model, graph, self._board, sites=sites)
 
     # ------------------------------------------------------------------------------------------------ running
 
@@ -112,25 +141,76 @@ class GatedModel(nn.Module):
         draw = self._draw(images)
         self._last = draw
         self._macs = None
-        self._board.draw = draw
+        self._board.draw, self._board.decide = draw, self._decide_site
         try:
             return self.model(*args, **kwargs)
         finally:
-            self._board.draw = None
+            self._board.draw = self._board.decide = None
+
+    @property
+    def _sampling(self) -> bool:
+        return (self.training and not self.settled) or (not self.training and self._strategy.sampled)
+
+    @property
+    def _generator(self) -> torch.Generator | None:
+        return None if self.training else self._strategy.generator
 
     def _draw(self, images: int) -> Draw:
-        probabilities = self.gates.probabilities()
-        if self.training or self._strategy.sampled:
-            generator = None if self.training else self._strategy.generator
-            self.gates.gradient_scale = float(self.graph.gate_count) if self.budget.scale_gradient else 1.0
-            gates_BG = self.gates.sample(images, generator)
-            gates_BG = self._ledger.keep_one_open(gates_BG, probabilities)
+        """The gates of a pass, as far as they are known before it."""
+        self._images = images
+        scale = float(self.graph.gate_count) if self.budget.scale_gradient else 1.0
+        self.gates.gradient_scale = scale
+        if self.dynamic is not None:
+            self.dynamic.gradient_scale = scale
+        draw = Draw(self._ledger)
+        if not self._fixed.count:
+            return draw
+        probabilities_1N = self.gates.probabilities().unsqueeze(0)
+        if self._sampling:
+            gates_BN = self._fixed.keep_one_open(self.gates.sample(images, self._generator), probabilities_1N)
         else:
-            gates_BG = torch.from_numpy(self._decide()).to(probabilities).unsqueeze(0)
-        return self._ledger.draw(gates_BG)
+            decided_G = torch.from_numpy(self._decide())
+            gates_BN = decided_G[self._fixed.gates].to(probabilities_1N).unsqueeze(0)
+        draw.fill_(self._fixed, gates_BN, probabilities_1N.detach())
+        return draw
+
+    def _decide_site(self, number: int, x: Tensor, draw: Draw) -> None:
+        """Gates that depend on the input, image by image, now that the input is there."""
+        assert self.dynamic is not None
+        group = self._groups[number]
+        if not self._sampling and self._strategy.name == "always_on":
+            return draw.fill_(group, x.new_ones(self._images, group.count, dtype=torch.float32))
+        logits_BN = self.dynamic.logits(number, x, self._images)
+        probabilities_BN = torch.sigmoid(logits_BN)
+        if self._sampling:
+            noise = logistic_noise(tuple(logits_BN.shape), logits_BN.device, self._generator)
+            gates_BN = draw_gates(logits_BN, noise, self.gates.relaxation)
+        else:
+            gates_BN = (probabilities_BN.detach() > self._threshold).to(probabilities_BN.dtype)
+        draw.fill_(group, group.keep_one_open(gates_BN, probabilities_BN), probabilities_BN.detach())
+
+    @property
+    def _threshold(self) -> float:
+        """Of gates that depend on the input."""
+        return self._tau if self._strategy.name == "calibrated" else self._strategy.tau
+
+    def settle_(self, settled: bool = True) -> GatedModel:
+        """Decide the gates in train mode too, by the strategy in force, and let them learn no more: the weights get
+        used to the gates as they will be. For the last epochs of a conditional network."""
+        self.settled = settled
+        for parameter in self.gate_parameters():
+            parameter.requires_grad_(not settled and parameter.numel() > 0)
+        return self.train(self.training)
+
+    def train(self, mode: bool = True) -> GatedModel:
+        """Train mode, or eval mode; settled gates stay as they are."""
+        super().train(mode)
+        if self.settled and self.dynamic is not None:
+            self.dynamic.eval()
+        return self
 
     def _decide(self) -> np.ndarray:
-        """The 0/1 decisions of the strategy in force, all masks alive that must be."""
+        """The 0/1 decisions of the strategy in force, all masks alive that must be; for gates that are parameters."""
         if self._strategy.name == "always_on":
             return np.ones(self.graph.gate_count, bool)
         if self._strategy.name == "calibrated":
@@ -178,29 +258,44 @@ class GatedModel(nn.Module):
         """Multiply-adds an image that the last forward pass needed (in eval mode without a pass: will need)."""
         if self._macs is None:
             if self._last is None:
-                if self.training or self._strategy.sampled:
+                if self._sampling:
                     raise NotDecided(
                         "macs() tells what the last forward pass needed, and there was none: "
                         "call the model first, or eval()"
                     )
+                if self.dynamic is not None:
+                    raise NotDecided(_NO_PASS.format("macs()"))
                 return self.cost.decided_macs(self._decide())
-            if len(self._last.gates_BG) == 1 and not self.training and not self._strategy.sampled:
+            if self.dynamic is None and len(self._last.gates_BG) == 1 and not self._sampling:
                 self._macs = self.cost.decided_macs(self._last.gates_BG[0].detach().cpu().numpy() > 0.5)
             else:
                 self._macs = float(self.cost.macs_B(self._last).detach().double().mean()) * self.dense_macs
         return self._macs
 
     def thresholded_macs(self, tau: float = 0.5) -> int:
-        """Multiply-adds an image if the gates were decided now, by their probabilities alone."""
-        return self.cost.decided_macs(self._kept_alive(self._probabilities() > tau))
+        """Multiply-adds an image if the gates were decided now, by their probabilities alone: of those that depend on
+        the input, for the last batch."""
+        if self.dynamic is None:
+            return self.cost.decided_macs(self._kept_alive(self._probabilities() > tau))
+        if self._last is None:
+            raise NotDecided(_NO_PASS.format("thresholded_macs()"))
+        decided = Draw(self._ledger)
+        for group in (self._fixed, *self._groups) if self._fixed.count else self._groups:
+            parts = [self._last.probabilities[number] for number in group.masks]
+            probabilities_BN = torch.cat([part for part in parts if part is not None], 1)
+            gates_BN = (probabilities_BN > tau).to(probabilities_BN.dtype)
+            decided.fill_(group, group.keep_one_open(gates_BN, probabilities_BN))
+        return round(float(self.cost.macs_B(decided).double().mean()) * self.dense_macs)
 
     def cost_loss(self) -> Tensor:
-        """The scalar to add to the task loss, for the forward pass just done."""
+        """The scalar to add to the task loss, for the forward pass just done; 0 where gates are settled."""
         draw = self._last
         if draw is None:
             raise NotDecided(
                 "cost_loss() is about the forward pass just done, and there was none: call the model first"
             )
+        if self.settled:
+            return draw.gates_BG.new_zeros(())
         if self.loss == "per_gate":
             loss = per_gate_loss(draw, self._rates)
             if not bool(loss.isfinite()):
@@ -223,15 +318,21 @@ class GatedModel(nn.Module):
         return float(rates.mean()), self._by_mask(rates)
 
     def polarised(self) -> float:
-        """Share of gates with p below 0.05 or above 0.95."""
-        p = self._probabilities()
+        """Share of gates with p below 0.05 or above 0.95 (for gates that depend on the input: of the last batch)."""
+        if self.dynamic is None:
+            p = self._probabilities()
+        else:
+            seen = [] if self._last is None else [part for part in self._last.probabilities if part is not None]
+            if not seen:
+                raise NotDecided(_NO_PASS.format("polarised()"))
+            p = np.concatenate([part.double().cpu().numpy().reshape(-1) for part in seen])
         return float(((p < POLARISED) | (p > 1 - POLARISED)).mean())
 
     # -------------------------------------------------------------------------------------------------- gates
 
     def gate_parameters(self) -> list[nn.Parameter]:
-        """The parameters that belong to gates."""
-        return list(self.gates.parameters())
+        """The parameters that belong to gates, and to networks that compute them."""
+        return [*self.gates.parameters(), *(() if self.dynamic is None else self.dynamic.parameters())]
 
     def param_groups(self, lr: float, weight_decay: float = 0.0, gate_lr: float | None = None) -> list[dict[str, Any]]:
         """Optimizer groups: weights, and gates with the paper's weight decay, divided by their number."""
@@ -247,7 +348,16 @@ class GatedModel(nn.Module):
         ]  # fmt: skip
 
     def _probabilities(self) -> np.ndarray:
+        """P(open) of every gate; of those that depend on the input, the mean over the last batch (1 before any)."""
         p = self.gates.probabilities().detach().cpu().numpy().astype(np.float64)
+        if self.dynamic is not None:
+            every = np.ones(self.graph.gate_count)
+            every[self._fixed.gates.numpy()] = p
+            if self._last is not None:
+                for mask, seen in zip(self.graph.masks, self._last.probabilities, strict=True):
+                    if seen is not None:
+                        every[mask.gates] = seen.double().mean(0).cpu().numpy()
+            p = every
         if not np.isfinite(p).all():
             raise NonFiniteLoss(
                 "a gate's probability is NaN: the loss was not finite at some step. "
@@ -259,8 +369,18 @@ class GatedModel(nn.Module):
         return {mask.name: flat[mask.gates] for mask in self.graph.masks}
 
     def gate_probabilities(self) -> dict[str, Tensor]:
-        """P(open) of every gate, by mask."""
-        return self._by_mask(self.gates.probabilities().detach().clone())
+        """P(open) of every gate, by mask; where it depends on the input, for each image of the last batch."""
+        flat = self.gates.probabilities().detach().clone()
+        if self.dynamic is None:
+            return self._by_mask(flat)
+        if self._last is None:
+            raise NotDecided(_NO_PASS.format("gate_probabilities()"))
+        fixed = dict(zip(self._fixed.masks, flat.split(self._fixed.sizes), strict=True))
+        return {
+            mask.name: seen
+            for number, (mask, part) in enumerate(zip(self.graph.masks, self._last.probabilities, strict=True))
+            if (seen := fixed.get(number, part)) is not None
+        }
 
     def squeeze_(self, below: float = 0.02, optimizer: Optimizer | None = None, least_gain: float = 0.05) -> bool:
         """Stop computing channels whose gates are open with a probability under `below`: they stay closed for good.
@@ -268,6 +388,8 @@ class GatedModel(nn.Module):
         For use during training, with the optimizer, whose state moves along. Does nothing unless at least `least_gain`
         of the MACs now computed are saved; returns whether it did something.
         """
+        if self.dynamic is not None:
+            return False  # what is closed for one image may be open for the next
         before = None if self._squeezed is None else self._squeezed[1]
         left = self._kept_alive(self._probabilities() >= below)
         now = np.ones_like(left) if before is None else before.left
@@ -310,12 +432,16 @@ class GatedModel(nn.Module):
     def set_gate_probabilities(self, probabilities: Mapping[str, Tensor]) -> None:
         """Import decisions made elsewhere: masks that are not named keep theirs."""
         masks = {mask.name: mask for mask in self.graph.masks}
+        dynamic = {self.graph.masks[number].name for group in self._groups for number in group.masks}
         self.unsqueeze_()
-        flat = self.gates.probabilities().detach().clone()
+        flat = torch.ones(self.graph.gate_count)
+        flat[self._fixed.gates] = self.gates.probabilities().detach().cpu()
         for name, given in probabilities.items():
             values = torch.as_tensor(given, dtype=torch.float32).detach()
             if name not in masks:
                 raise HeadgateError(f"there is no mask `{name}`: names are those of gate_probabilities()")
+            if name in dynamic:
+                raise HeadgateError(f"the gates of mask `{name}` depend on the input: they can't be set")
             if values.shape != (masks[name].size,):
                 raise HeadgateError(
                     f"mask `{name}` has {masks[name].size} gates, got probabilities of shape {tuple(values.shape)}"
@@ -323,20 +449,25 @@ class GatedModel(nn.Module):
             if not bool(((values >= 0) & (values <= 1)).all()):
                 raise HeadgateError(f"mask `{name}`: probabilities lie between 0 and 1 and are no NaN")
             flat[masks[name].gates] = values.to(flat)
-        self.gates.set_probabilities(flat)
+        self.gates.set_probabilities(flat[self._fixed.gates])
         self._macs = self._last = None
 
     # -------------------------------------------------------------------------------------------------- using
 
     def project(self, round_to: int = 1) -> GatedModel:
         """Decide: open the likeliest gates, so that MACs are at most the target and within one gate of it."""
+        if self.dynamic is not None:
+            raise NotDecided("gates depend on the input, so their cost is known on data only: calibrate(loader)")
         self.unsqueeze_()
         found = project(self.graph, self.cost, self._probabilities(), int(self.target * self.dense_macs), round_to)
         self.decisions.copy_(torch.from_numpy(found))  # type: ignore[operator]
         return self.strategy("calibrated")
 
-    def calibrate(self, loader: Iterable[Any], batches: int = 200, round_to: int = 1) -> GatedModel:
-        """Decide within the target, then re-estimate BatchNorm under these decisions; no weight changes."""
+    def calibrate(
+        self, loader: Iterable[Any], batches: int = 200, round_to: int = 1, *, batchnorm: bool = True
+    ) -> GatedModel:
+        """Decide within the target, then re-estimate BatchNorm under these decisions (unless told not to); no weight
+        changes. For gates that depend on the input, the target is met on average over the loader's first images."""
         if 0 < self.budget.step < self.budget.ramp_steps:
             warnings.warn(
                 f"training stopped at step {self.budget.step} of a ramp of {self.budget.ramp_steps}: the gates were "
@@ -345,14 +476,50 @@ class GatedModel(nn.Module):
                 stacklevel=2,
             )
         self.unsqueeze_()
-        self.project(round_to)
         training = self.training
-        self.eval()
         try:
-            reestimate_batchnorm(self.model, self._run_images, loader, batches)
+            if self.dynamic is None:
+                self.project(round_to).eval()
+                if batchnorm:
+                    reestimate_batchnorm(self.model, self._run_images, loader, batches)
+            else:
+                if round_to != 1:
+                    raise HeadgateError(f"round_to={round_to}: gates that depend on the input leave no widths to round")
+                self.eval()._calibrate_tau(loader, batches, batchnorm)
         finally:
             self.train(training)
         return self
+
+    def _calibrate_tau(self, loader: Iterable[Any], batches: int, batchnorm: bool) -> None:
+        """The threshold at which a loader's images cost the target on average, with BatchNorm re-estimated there."""
+        assert self.dynamic is not None
+        data = endless(loader, batches)
+        probe = list(itertools.islice(data, TAU_BATCHES))
+
+        def macs_at(tau: float) -> float:
+            self._tau = tau
+            self.decisions.copy_(torch.from_numpy(self._kept_alive(self._probabilities() > tau)))  # type: ignore[operator]
+            return self._mean_macs(probe)
+
+        self.strategy("calibrated")
+        target_macs = self.target * self.dense_macs
+        if batchnorm:
+            macs_at(meet_with_tau(macs_at, target_macs))
+            both = nn.ModuleList([self.model, self.dynamic])
+            reestimate_batchnorm(both, self._run_images, itertools.chain(probe, data), batches)
+        macs_at(meet_with_tau(macs_at, target_macs))
+        self._macs = self._last = None
+
+    @torch.no_grad()
+    def _mean_macs(self, batches: Sequence[tuple[Any, ...]]) -> float:
+        """Multiply-adds an image, over these batches."""
+        device = next(self.parameters()).device
+        total, images = 0.0, 0
+        for inputs in batches:
+            self(*(tensor.to(device) for tensor in inputs))
+            total += self.macs() * self._images
+            images += self._images
+        return total / images
 
     def _run_images(self, images: Tensor) -> Any:
         return self._run(len(images), (images,), {})
@@ -360,21 +527,24 @@ class GatedModel(nn.Module):
     def sweep_tau(self, loader: Iterable[Any], taus: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> list[TauPoint]:
         """Accuracy and MACs over tau, for a loader of (images, labels)."""
         before, training = self._strategy, self.training
+        device = next(self.parameters()).device
         rows = []
         try:
             self.eval()
             for tau in taus:
                 self.strategy("threshold", tau=tau)
-                right = total = 0
+                right, total, macs = 0, 0, 0.0
                 with torch.no_grad():
                     for batch in loader:
-                        answers = self(*inputs_of(batch)).argmax(1)
+                        inputs = (tensor.to(device) for tensor in inputs_of(batch))
+                        answers = self(*inputs).argmax(1).to(batch[1].device)
                         right += int((answers == batch[1]).sum())
                         total += len(answers)
+                        macs += self.macs() * len(answers)
                 if total == 0:
                     raise HeadgateError("the loader is empty: a sweep needs data")
-                macs = self.macs()
-                rows.append(TauPoint(tau, macs, macs / self.dense_macs, right / total))
+                mean = macs / total
+                rows.append(TauPoint(tau, mean, mean / self.dense_macs, right / total))
         finally:
             self._strategy = before
             self._macs = self._last = None
@@ -387,6 +557,8 @@ class GatedModel(nn.Module):
         With `round_to=8`, widths are multiples of 8 (or the full width): channels that only fill up are cut off from
         what reads them. With `fold_batchnorm`, convolutions and the BatchNorms behind them become one.
         """
+        if self.dynamic is not None:
+            raise NotDecided("gates depend on the input, so no channel is closed for good: use compact()")
         if self._strategy.sampled:
             raise NotDecided(
                 f'strategy "{self._strategy.name}" decides nothing: choose "threshold" or "calibrated" before shrink()'
@@ -416,12 +588,13 @@ class GatedModel(nn.Module):
         """Budget and strategy, saved with the state dict."""
         strategy = {key: value for key, value in vars(self._strategy).items() if key != "generator"}
         left = None if self._squeezed is None else np.flatnonzero(self._squeezed[1].left).tolist()
-        return {"budget": self.budget.state(), "strategy": strategy, "squeezed_to": left}
+        return {"budget": self.budget.state(), "strategy": strategy, "squeezed_to": left, "tau": self._tau}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on with a saved budget and strategy."""
         self.budget.load_state(state["budget"])
         self._strategy = Strategy(**state["strategy"])
+        self._tau = state.get("tau", Strategy.tau)
         self.unsqueeze_()
         if state.get("squeezed_to") is not None:
             left = np.zeros(self.graph.gate_count, bool)
@@ -437,8 +610,9 @@ class GatedModel(nn.Module):
 
     def extra_repr(self) -> str:
         gates, masks = self.graph.gate_count, len(self.graph.masks)
+        kind = "" if self.dynamic is None else f" (decided at {len(self._groups)} sites, {self._fixed.count} static)"
         return (
-            f"{gates} gates in {masks} masks, target={self.target:.3g} of {self.dense_macs:,} MACs, "
+            f"{gates} gates{kind} in {masks} masks, target={self.target:.3g} of {self.dense_macs:,} MACs, "
             f"stream={self.graph.stream!r}"
         )
 
@@ -448,11 +622,15 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _settings(granularity: Granularity, frozen: Sequence[str], stream: StreamForm) -> Settings:
-    if isinstance(frozen, str):
-        raise HeadgateError(f"frozen={frozen!r} is one string: pass a list of module names, frozen=[{frozen!r}]")
-    if not isinstance(frozen, Iterable) or not all(isinstance(name, str) for name in frozen):
-        raise HeadgateError(f'frozen={frozen!r}: pass a list of module names, such as frozen=["layer1", "fc"]')
-    return Settings(granularity, tuple(frozen), stream)
+    return Settings(granularity, _names("frozen", frozen), stream)
+
+
+def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise HeadgateError(f"{option}={given!r} is one string: pass a list of module names, {option}=[{given!r}]")
+    if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
+        raise HeadgateError(f'{option}={given!r}: pass a list of module names, such as {option}=["layer1", "fc"]')
+    return tuple(given)
 
 
 def gate(
@@ -463,7 +641,8 @@ def gate(
     granularity: Granularity = "channel",
     target: float | str = 0.5,
     frozen: Sequence[str] = (),
-    stream: StreamForm = "shared",
+    stream: StreamForm | None = None,
+    static: Sequence[str] = (),
     loss: str = "macs",
     budget: Budget | None = None,
     rates: float | Sequence[float] | Mapping[str, float] | None = None,
@@ -476,11 +655,14 @@ def gate(
 
     `granularity` is "channel", "layer" (whole residual branches) or a number of channels a gate; `target` is a share of
     the whole model's MACs, or a number such as "60M"; `frozen` names modules to leave alone. `stream` says what happens
-    where blocks add to one tensor: "shared" gates it once for all, "indexed" gives each reader and writer its own mask.
+    where blocks add to one tensor: "shared" gates it once for all (the default of static gates), "indexed" gives each
+    reader and writer its own mask (the default of dynamic ones). `kind` "static" makes gates parameters; "dynamic"
+    computes them from the input of each block, but under the modules that `static` names.
     """
-    if kind != "static":
-        raise HeadgateError(f'kind={kind!r}: gates are "static" in this version')
-    settings = _settings(granularity, frozen, stream)
+    if kind not in ("static", "dynamic"):
+        raise HeadgateError(f'kind={kind!r}: gates are "static" or "dynamic"')
+    settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
+    check_frozen_names(_names("static", static), dict(model.named_modules()), "static")
     graph = analyse(model, example_input, settings)
     if not graph.masks:
         reasons = (
@@ -490,12 +672,19 @@ def gate(
     share = parse_target(target, graph.dense_macs)
     if budget is not None and budget.target != share:
         raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
-    gates = StaticGates(graph.gate_count, initial_probability, Relaxation(temperature, hard, backward))
+    sites = find_sites(graph, static) if kind == "dynamic" else ()
+    if kind == "dynamic" and not sites:
+        raise NothingToGate("no gate of this model finds an input to look at: use kind='static'")
+    looking = sum(graph.masks[number].size for site in sites for number in site.masks)
+    gates = StaticGates(graph.gate_count - looking, initial_probability, Relaxation(temperature, hard, backward))
+    dynamic = DynamicGates(graph, sites, initial_probability) if sites else None
     device = next(model.parameters()).device
     gated = GatedModel(
-        stripped_copy(model, to_meta=False), graph, example_input, share, loss, budget, gates.to(device), rates
-    )
+        stripped_copy(model, to_meta=False), graph, example_input, share, loss, budget, gates.to(device), rates,
+        None if dynamic is None else dynamic.to(device),
+    )  # fmt: skip
     gated.frozen_names = tuple(settings.frozen)
+    gated.static_names = tuple(static)
     gated.train()
     graph.book.modules = dict(gated.model.named_modules())  # the copy's: the user's model is not kept alive
     floor = gated.cost.decided_macs(least_decisions(graph, np.full(graph.gate_count, 0.5)))

@@ -116,6 +116,7 @@ def _save_gated(model: GatedModel, path: str | os.PathLike[str]) -> None:
         "kind": "gated", "class": type(model.model).__name__, "aliases": aliases,
         "architecture": fingerprint(model.model),
         "gate": {
+            "kind": "static" if model.dynamic is None else "dynamic", "static": list(model.static_names),
             "granularity": graph.granularity, "stream": graph.stream, "target": model.target, "loss": model.loss,
             "frozen": list(model.frozen_names), "temperature": relaxation.temperature, "hard": relaxation.hard,
             "backward": relaxation.backward,

@@ -121,6 +121,51 @@ def test_compiling_without_a_compiler_is_refused_before_the_run(
         run(tmp_path / "run", compile=True)
 
 
+DYNAMIC = {"kind": "dynamic", "target": "0.7", "gate_lr": 0.02, "gate_epochs": 3}
+
+
+@pytest.fixture(scope="module")
+def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose gates depend on the image."""
+    folder = tmp_path_factory.mktemp("conditional") / "run"
+    run(folder, **DYNAMIC)
+    return folder
+
+
+def test_a_conditional_run_meets_its_target(conditional: Path) -> None:
+    result = json.loads((conditional / "result.json").read_text())
+    assert set(result["accuracy"]) == {"dense", "gated", "conditional"}
+    # the threshold was found on training images, this is about others
+    assert 0.5 < result["macs_fraction"]["conditional"] < 0.72
+    net = headgate.load(conditional / "conditional.safetensors", make())
+    assert isinstance(net, headgate.GatedModel) and net.dynamic is not None
+    assert result["accuracy"]["conditional"] > 0.5
+    assert not (conditional / "small.safetensors").exists()
+
+
+@pytest.mark.parametrize("stop_at", [("gates", 11), ("tune", 4)])
+def test_an_interrupted_conditional_run_ends_with_the_same_bits(
+    conditional: Path, tmp_path: Path, stop_at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obey = loop._obey
+    stop_at_(monkeypatch, *stop_at)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", **DYNAMIC)
+    monkeypatch.setattr(loop, "_obey", obey)
+    torch.manual_seed(99)
+    go(tmp_path / "run", None, EVERY_STEP)
+    assert same_weights(conditional, tmp_path / "run", "conditional.safetensors")
+
+
+def test_tuning_a_conditional_network_leaves_its_gates_alone(conditional: Path) -> None:
+    before = headgate.load(conditional / "decided.safetensors", make())
+    after = headgate.load(conditional / "conditional.safetensors", make())
+    assert isinstance(before, headgate.GatedModel) and isinstance(after, headgate.GatedModel)
+    gates, others = before.dynamic.state_dict(), after.dynamic.state_dict()
+    assert all(torch.equal(gates[name], others[name]) for name in gates)
+    assert not torch.equal(next(before.model.parameters()), next(after.model.parameters()))
+
+
 def test_killed_at_any_moment(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [*options_of(RECIPE), "--out", str(folder), "--checkpoint-seconds", "0", "--quiet", "--threads", "1"]

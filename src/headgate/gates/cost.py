@@ -25,10 +25,12 @@ LOSSES = ("macs", "activation", "per_gate")
 class Cost:
     """The cost of a network as a function of its gates."""
 
-    def __init__(self, graph: ChannelGraph) -> None:
+    def __init__(self, graph: ChannelGraph, gates_macs: int = 0) -> None:
         self.graph = graph
         self.dense_macs = graph.dense_macs
-        self._always_macs = sum(item.macs for item in graph.costs if not _depends(item))
+        self.gates_macs = gates_macs
+        """Of the gates themselves, where networks compute them: in every figure."""
+        self._always_macs = gates_macs + sum(item.macs for item in graph.costs if not _depends(item))
         self._items = [item for item in graph.costs if _depends(item)]
         rows = [_row(gates, graph.gate_count) for item in self._items for gates in (item.reads, item.writes)]
         self._matrix = _sparse(rows, graph.gate_count + 1)
@@ -78,7 +80,7 @@ class Cost:
         """Multiply-adds an image under these decisions, exactly."""
         dead = set(dead_branches(self.graph, decisions))
         extended = np.append(decisions, True)
-        total = 0
+        total = self.gates_macs
         for item in self.graph.costs:
             if dead.intersection(item.branches):
                 continue

@@ -1,76 +1,158 @@
 """The gates of one forward pass, and the hooks that multiply channels by them.
 
 A `Draw` holds the 0/1 gates of a batch, cut into masks. `MaskInput` sits before a layer, `MaskOutput` behind a module
-that writes to an indexed stream, `MaskBranch` behind the last module of a residual branch. All of them read the draw
-from one `Board` that the gated model writes before each pass. Knows the channel graph; knows nothing of how gates are
-drawn or decided.
+that writes to an indexed stream, `MaskBranch` behind the last module of a residual branch, `Decide` where gates that
+depend on the input find it. All of them see the draw on one `Board` that the gated model writes before each pass. Knows
+the channel graph; knows nothing of how gates are drawn or decided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headgate.errors import HeadgateError
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Decisions, Reader
 from headgate.graph.relayout import dense_name
+from headgate.graph.sites import Site
 
 SMALLEST_IMAGE = 256
 """Pixels from which the quicker product with a mask pays."""
 
-# legend of axes: B images, G gates of the network, M masks, N branches, C channels of one tensor
+# legend of axes: B images, G gates of the network, M masks, N branches (or gates of a group), C channels of a tensor
 
 
-@dataclass
 class Draw:
-    """Gates of one pass. `batch` is 1 where all images share them."""
+    """Gates of one pass, mask by mask; those that depend on the input arrive while the pass is under way.
 
-    gates_BG: Tensor
-    parts: tuple[Tensor, ...]
-    alive_BN: Tensor
-    all_alive: tuple[bool, ...]
+    A mask's gates have one row where all images share them.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.parts: list[Tensor | None] = [None] * len(ledger.sizes)
+        self.probabilities: list[Tensor | None] = [None] * len(ledger.sizes)
+        self._joined: Tensor | None = None
+        self._alive_BN: Tensor | None = None
+        self._all_alive: tuple[bool, ...] | None = None
+
+    def fill_(self, group: Group, gates_BN: Tensor, probabilities_BN: Tensor | None = None) -> None:
+        """The gates of a group of masks, side by side."""
+        if len(group.masks) == len(self.parts):
+            self._joined = gates_BN
+        for number, part in zip(group.masks, gates_BN.split(group.sizes, 1), strict=True):
+            self.parts[number] = part
+        if probabilities_BN is not None:
+            for number, part in zip(group.masks, probabilities_BN.split(group.sizes, 1), strict=True):
+                self.probabilities[number] = part
+
+    def part(self, number: int) -> Tensor:
+        """The gates of one mask."""
+        found = self.parts[number]
+        if found is None:
+            raise HeadgateError(
+                "a mask is needed before the layer that decides it has run: the forward pass took another way than in "
+                "the example. Use kind='static', or freeze the layers concerned"
+            )
+        return found
+
+    @property
+    def gates_BG(self) -> Tensor:
+        """All gates; closed where the pass did not come by."""
+        if self._joined is None:
+            images = max((len(part) for part in self.parts if part is not None), default=1)
+            given = next(part for part in self.parts if part is not None)
+            parts = [
+                given.new_zeros(images, size) if part is None else part.expand(images, -1)
+                for part, size in zip(self.parts, self._ledger.sizes, strict=True)
+            ]
+            self._joined = torch.cat(parts, 1)
+        return self._joined
+
+    @property
+    def alive_BN(self) -> Tensor:
+        """1 where a branch lives, image by image."""
+        if self._alive_BN is None:
+            self._alive_BN = self._ledger.alive_BN(self.gates_BG)
+        return self._alive_BN
+
+    def dead_somewhere(self, number: int) -> Tensor | None:
+        """1 where branch `number` lives, image by image; None where it lives everywhere."""
+        if self._joined is None:  # the pass is under way: look at the branch's own masks
+            masks = self._ledger.branch_masks[number].tolist()
+            lives = [self.part(mask).detach().sum(1, keepdim=True) > 0 for mask in masks]
+            alive = torch.stack(torch.broadcast_tensors(*lives)).all(0)
+            lives_on = not torch.compiler.is_compiling() and bool(alive.all())
+            return None if lives_on else alive.to(self.part(masks[0]).dtype)
+        if torch.compiler.is_compiling():
+            return self.alive_BN[:, number : number + 1]
+        if self._all_alive is None:
+            self._all_alive = tuple(bool(value) for value in self.alive_BN.all(0))
+        return None if self._all_alive[number] else self.alive_BN[:, number : number + 1]
 
 
-class Ledger:
-    """Where each mask's gates lie, and which of them must not all close."""
+class Group:
+    """Masks that are decided together, and which of them must not all close."""
 
-    def __init__(self, graph: ChannelGraph) -> None:
-        self.sizes = [mask.size for mask in graph.masks]
-        self.ends = torch.tensor([mask.gates.stop for mask in graph.masks], dtype=torch.int64)
-        self.mortal = torch.tensor([mask.may_die for mask in graph.masks], dtype=torch.bool)
-        self.branch_masks = [torch.tensor(branch.masks, dtype=torch.int64) for branch in graph.branches]
+    def __init__(self, graph: ChannelGraph, masks: Sequence[int]) -> None:
+        self.masks = tuple(masks)
+        self.sizes = [graph.masks[number].size for number in masks]
+        self.count = sum(self.sizes)
+        self.ends = torch.tensor(self.sizes, dtype=torch.int64).cumsum(0)
+        self.mortal = torch.tensor([graph.masks[number].may_die for number in masks], dtype=torch.bool)
+        gates = [np.arange(graph.masks[number].first, graph.masks[number].gates.stop) for number in masks]
+        self.gates = torch.from_numpy(np.concatenate(gates) if gates else np.zeros(0, np.int64))
+        """Their numbers among all gates."""
 
-    def counts_BM(self, gates_BG: Tensor) -> Tensor:
+    def counts_BM(self, gates_BN: Tensor) -> Tensor:
         """How many gates of each mask are open (or, for soft gates, their sum)."""
-        running = gates_BG.detach().cumsum(1)
+        running = gates_BN.detach().cumsum(1)
         ends = running.index_select(1, (self.ends - 1).to(running.device))
         return torch.diff(ends, dim=1, prepend=ends.new_zeros(len(ends), 1))
 
-    def keep_one_open(self, gates_BG: Tensor, probabilities_G: Tensor) -> Tensor:
+    def keep_one_open(self, gates_BN: Tensor, probabilities_BN: Tensor) -> Tensor:
         """Open the likeliest gate of every mask that is all closed, unless the mask may die."""
-        closed_BM = (self.counts_BM(gates_BG) < 0.5) & ~self.mortal.to(gates_BG.device)
-        if not bool(closed_BM.any()):
-            return gates_BG
-        rescue = torch.zeros_like(gates_BG)
-        for number in closed_BM.any(0).nonzero().flatten().tolist():
+        closed_BM = (self.counts_BM(gates_BN) < 0.5) & ~self.mortal.to(gates_BN.device)
+        if torch.compiler.is_compiling():  # an exported graph can't look whether there are any
+            numbers = [number for number, mortal in enumerate(self.mortal.tolist()) if not mortal]
+        else:
+            numbers = closed_BM.any(0).nonzero().flatten().tolist() if bool(closed_BM.any()) else []
+        if not numbers:
+            return gates_BN
+        parts = list(torch.zeros_like(gates_BN).split(self.sizes, 1))
+        for number in numbers:
             first = int(self.ends[number]) - self.sizes[number]
-            likeliest = first + int(probabilities_G[first : first + self.sizes[number]].argmax())
-            rescue[closed_BM[:, number], likeliest] = 1
-        return gates_BG + rescue * (1 - gates_BG.detach())
+            likeliest_B = probabilities_BN[:, first : first + self.sizes[number]].argmax(1)
+            one_hot = torch.nn.functional.one_hot(likeliest_B, self.sizes[number]).to(gates_BN.dtype)
+            parts[number] = one_hot * closed_BM[:, number : number + 1]
+        rescue = torch.cat(parts, 1)
+        return gates_BN + rescue * (1 - gates_BN.detach())
+
+
+class Ledger(Group):
+    """All masks of a network, and the branches that die with them."""
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        super().__init__(graph, range(len(graph.masks)))
+        self.branch_masks = [torch.tensor(branch.masks, dtype=torch.int64) for branch in graph.branches]
+
+    def alive_BN(self, gates_BG: Tensor) -> Tensor:
+        """1 where a branch lives, image by image."""
+        if not self.branch_masks:
+            return gates_BG.new_ones(len(gates_BG), 0)
+        open_BM = self.counts_BM(gates_BG) > 0
+        return torch.stack([open_BM[:, masks].all(1) for masks in self.branch_masks], 1).to(gates_BG.dtype)
 
     def draw(self, gates_BG: Tensor) -> Draw:
-        """Cut a batch of gates into masks and see which branches live."""
-        if not self.branch_masks:
-            alive_BN = gates_BG.new_ones(len(gates_BG), 0)
-        else:
-            open_BM = self.counts_BM(gates_BG) > 0
-            alive_BN = torch.stack([open_BM[:, masks].all(1) for masks in self.branch_masks], 1).to(gates_BG.dtype)
-        all_alive = tuple(bool(value) for value in alive_BN.all(0)) if alive_BN.numel() else ()
-        return Draw(gates_BG, gates_BG.split(self.sizes, 1), alive_BN, all_alive)
+        """A draw of which all gates are known."""
+        made = Draw(self)
+        made.fill_(self, gates_BG)
+        return made
 
 
 class Board:
@@ -78,6 +160,8 @@ class Board:
 
     def __init__(self) -> None:
         self.draw: Draw | None = None
+        self.decide: Callable[[int, Tensor, Draw], None] | None = None
+        """Fills in what a site decides, by the site's number, from the tensor there."""
 
 
 class GateHook:
@@ -105,11 +189,14 @@ class Channels(GateHook):
 
     def mask_BC(self, draw: Draw) -> Tensor:
         """The 0/1 factor of each channel, image by image."""
-        parts = [draw.parts[number] for number in self.masks]
+        parts = [draw.part(number) for number in self.masks]
         if self.index is None:
             return parts[0]
         if self.has_open:
             parts.append(parts[0].new_ones(len(parts[0]), 1))
+        if len({len(part) for part in parts}) > 1:  # static and dynamic masks side by side
+            images = max(len(part) for part in parts)
+            parts = [part.expand(images, -1) for part in parts]
         joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         return joined.index_select(1, self.index.to(joined.device))
 
@@ -178,21 +265,31 @@ class MaskOutput(Channels):
 class MaskBranch(GateHook):
     """Behind a branch's last module: a dead branch adds nothing."""
 
-    def __init__(self, board: Board, number: int, gate: int | None, batch_axis: int) -> None:
+    def __init__(self, board: Board, number: int, mask: int | None, batch_axis: int) -> None:
         self.board = board
         self.batch_axis = batch_axis
         self.number = number
-        self.gate = gate
+        self.mask = mask
+        """The branch's own mask of one gate, if it has one."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         draw = self.board.draw
         if draw is None:
             return output
-        if self.gate is not None:
-            return output * spread(draw.gates_BG[:, self.gate : self.gate + 1], output, None, self.batch_axis)
-        if draw.all_alive[self.number]:
-            return output
-        return output * spread(draw.alive_BN[:, self.number : self.number + 1], output, None, self.batch_axis)
+        alive = draw.dead_somewhere(self.number) if self.mask is None else draw.part(self.mask)
+        return output if alive is None else output * spread(alive, output, None, self.batch_axis)
+
+
+class Decide(GateHook):
+    """Before the first layer that reads a site: its gates are decided now."""
+
+    def __init__(self, board: Board, number: int) -> None:
+        self.board = board
+        self.number = number
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.board.draw is not None and self.board.decide is not None:
+            self.board.decide(self.number, args[0], self.board.draw)
 
 
 def attach(
@@ -201,10 +298,12 @@ def attach(
     board: Board,
     left: Decisions | None = None,
     replaced: Collection[str] = (),
+    sites: Sequence[Site] = (),
 ) -> None:
     """Put the graph's masks on the model's modules; on a model that only has the gates `left`, on what it has.
 
-    Modules that were `replaced` stand for a dead branch: they read and write nothing that has a mask.
+    Modules that were `replaced` stand for a dead branch: they read and write nothing that has a mask. At `sites`, gates
+    are decided, before they are used.
     """
     # what is wrapped, not its wrapper
     modules = {
@@ -212,6 +311,8 @@ def attach(
         for name, module in model.named_modules()
         if not any(dense_name(name) == gone or dense_name(name).startswith(f"{gone}.") for gone in replaced)
     }
+    for number, site in enumerate(sites):
+        modules[site.layer].register_forward_pre_hook(Decide(board, number))
     for reader in _left_of(graph.readers, left):
         if reader.layer in modules:
             modules[reader.layer].register_forward_pre_hook(MaskInput(board, graph, reader))
@@ -220,10 +321,10 @@ def attach(
             modules[writer.layer].register_forward_hook(MaskOutput(board, graph, writer))
     for number, gated in enumerate(graph.branches):
         mask = graph.masks[gated.masks[0]]
-        gate = mask.first if mask.kind == "branch" else None
+        own = gated.masks[0] if mask.kind == "branch" else None
         lives = left is None or all(left[graph.masks[number].gates].any() for number in gated.masks)
         if lives and gated.branch.mask_at in modules:
-            modules[gated.branch.mask_at].register_forward_hook(MaskBranch(board, number, gate, gated.batch_axis))
+            modules[gated.branch.mask_at].register_forward_hook(MaskBranch(board, number, own, gated.batch_axis))
 
 
 def _left_of(readers: tuple[Reader, ...], left: Decisions | None) -> Iterator[Reader]:

@@ -31,7 +31,7 @@ class StaticGates(nn.Module):
         self.relaxation = relaxation
         self.gradient_scale = 1.0
         logit = math.log(initial_probability / (1 - initial_probability))
-        self.logits = nn.Parameter(torch.full((count,), logit, dtype=torch.float32))
+        self.logits = nn.Parameter(torch.full((count,), logit, dtype=torch.float32), requires_grad=count > 0)
 
     def probabilities(self) -> Tensor:
         """P(open) of every gate."""

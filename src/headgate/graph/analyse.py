@@ -112,13 +112,15 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def check_frozen_names(frozen: Sequence[str], modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+def check_frozen_names(
+    frozen: Sequence[str], modules: Mapping[str, nn.Module], option: str = "frozen"
+) -> tuple[str, ...]:
     """The names, if all of them exist."""
     for name in frozen:
         if name not in modules or not name:
             close = difflib.get_close_matches(name, [known for known in modules if known], 3, 0.5)
             hint = f": did you mean {', '.join(map(repr, close))}?" if close else ""
-            raise ModelError(f"frozen names `{name}`, but the model has no such module{hint}")
+            raise ModelError(f"{option} names `{name}`, but the model has no such module{hint}")
     return tuple(frozen)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from headgate.analysis.measure import module_call, onnx_call, ratio, time_interleaved, torch_threads
+from headgate.data.batches import Split
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError
 from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
-from headgate.graph.trace import tensors_in
 from headgate.inference.export import export_onnx
 from headgate.storage import load, save
-from headgate.training.loop import EVAL_BATCH, accuracy
+from headgate.training.loop import EVAL_BATCH, measure
 from headgate.training.prepare import Start, data_of, start_of
-from headgate.training.run import DECIDED, DENSE, GATED, RESULT, SMALL, macs_of, recipe_in
+from headgate.training.run import NETWORKS, RESULT, measured, recipe_in
 from headgate.training.team import Team
 
-NETWORKS = {"dense": DENSE, "gated": GATED, "decided, not tuned": DECIDED, "shrunk": SMALL}
+TITLES = {"decided": "decided, not tuned"}
 TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
@@ -58,7 +58,9 @@ def network(folder: Path, name: str, start: Start) -> nn.Module:
 
 
 def _gated(folder: Path, start: Start) -> GatedModel:
-    gated = network(folder, "gated", start)
+    """The network whose gates can still be moved: the tuned one, where gates depend on the image."""
+    tuned = (folder / NETWORKS["conditional"]).is_file()
+    gated = network(folder, "conditional" if tuned else "gated", start)
     assert isinstance(gated, GatedModel)
     return gated.eval()
 
@@ -74,30 +76,29 @@ def evaluate(
     """Accuracy and MACs: of every network of the run, or of the gated one under a strategy or over tau."""
     start, data = _open(folder, data_dir)
     team = Team()
-    measured = "validation" if start.recipe.validation else "test"
-    if sweep or strategy is not None:
+    dense_macs = count_macs(start.architecture(), start.example)
+    rows: list[tuple[str, float, float]]
+    if sweep:
         gated = _gated(folder, start).to(team.device)
-        dense_macs = gated.dense_macs
-        taus = [("threshold", {"tau": tau}) for tau in TAUS] if sweep else [(strategy or "", dict(options or {}))]
-        rows = []
-        for name, chosen in taus:
-            gated.strategy(name, **_with_generator(chosen, team.device))
-            title = f"tau {chosen['tau']:g}" if sweep else f"gated, {name}"
-            rows.append((title, *_accuracy_and_macs(gated, data, team)))
+        points = gated.sweep_tau(_TestImages(data.test), TAUS)
+        rows = [(f"tau {point.tau:g}", point.accuracy, point.macs) for point in points]
+    elif strategy is not None:
+        gated = _gated(folder, start).to(team.device)
+        gated.strategy(strategy, **_with_generator(options or {}, team.device))
+        rows = [(f"gated, {strategy}", *measure(gated, data.test, team))]
     else:
         there = {name: network(folder, name, start) for name, file in NETWORKS.items() if (folder / file).is_file()}
         rows = [
-            (name, accuracy(net.to(team.device), data.test, team), macs_of(net.cpu(), start.example))
+            (TITLES.get(name, name), *measured(net.to(team.device), data.test, team, start.example))
             for name, net in there.items()
         ]
-        dense_macs = count_macs(start.architecture(), start.example)
     return [
         {
             "network": name,
             "accuracy": share,
             "macs": macs,
             "macs_fraction": macs / dense_macs,
-            "measured_on": measured,
+            "measured_on": "validation" if start.recipe.validation else "test",
             "images": len(data.test),
         }
         for name, share, macs in rows
@@ -111,17 +112,14 @@ def _with_generator(options: Mapping[str, Any], device: torch.device) -> dict[st
     return given
 
 
-@torch.no_grad()
-def _accuracy_and_macs(gated: GatedModel, data: DataSet, team: Team) -> tuple[float, float]:
-    """Sampled gates cost another sum at every pass: the mean over the images."""
-    right = images_seen = 0
-    macs = 0.0
-    for images, labels in data.test.eval_batches(EVAL_BATCH):
-        answers = tensors_in(gated(images.to(team.device)))[0].argmax(1)
-        right += int((answers == labels.to(team.device)).sum())
-        macs += float(gated.macs()) * len(labels)
-        images_seen += len(labels)
-    return right / max(images_seen, 1), macs / max(images_seen, 1)
+@dataclass(frozen=True)
+class _TestImages:
+    """A split's images and labels, as often as they are asked for."""
+
+    split: Split
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.split.eval_batches(EVAL_BATCH))
 
 
 def shrink(

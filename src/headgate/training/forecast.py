@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headgate.data.batches import DataSet
 from headgate.training.journal import SilentJournal
 from headgate.training.loop import Surroundings, begin, prepared, train_step
-from headgate.training.prepare import Start, check, data_of, gated_of, small_of, start_of, teacher_of
+from headgate.training.prepare import Start, check, data_of, gated_of, start_of, teacher_of, tuned_of
 from headgate.training.recipe import PHASES, PhaseName, Recipe
 from headgate.training.screen import duration
 from headgate.training.team import Team
@@ -96,7 +96,7 @@ def _net(name: PhaseName, start: Start, steps: int) -> nn.Module:
     if name == "dense":
         return model
     gated = gated_of(model, start.example, start.recipe, steps)
-    return gated.train() if name == "gates" else small_of(gated, start.recipe)
+    return gated.train() if name == "gates" else tuned_of(gated, start.recipe)
 
 
 def _measure_steps(name: PhaseName, net: nn.Module, start: Start, data: DataSet, team: Team) -> tuple[float, int]:

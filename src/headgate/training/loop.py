@@ -117,7 +117,8 @@ def prepared(phase: Phase, recipe: Recipe, team: Team) -> tuple[nn.Module, Optim
 
 def _compiled(net: nn.Module) -> nn.Module:
     """With code of its own for every shape of batch: which code runs must not depend on what ran before."""
-    compiled: nn.Module = torch.compile(net, dynamic=False)
+    compiled = torch.compile(net, dynamic=False)
+    assert isinstance(compiled, nn.Module)
     return compiled
 
 
@@ -221,7 +222,7 @@ def _obey(phase: Phase, around: Surroundings, loss: float, last_of_phase: bool =
 
 def _gate_values(gated: GatedModel | None, step: int) -> dict[str, float]:
     """What the view shows of gates; the thresholded cost only now and then."""
-    if gated is None:
+    if gated is None or gated.settled:
         return {}
     values = {"polarised": gated.polarised()}
     if gated.budget.last_cost is not None:
@@ -265,16 +266,25 @@ def evaluating(net: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def accuracy(net: nn.Module, split: Split, team: Team, batch_size: int = EVAL_BATCH) -> float:
-    """Share of a split's images classified right: every image counted once, whatever the number of processes."""
+def measure(net: nn.Module, split: Split, team: Team, batch_size: int = EVAL_BATCH) -> tuple[float, float]:
+    """Share of a split's images classified right, and for a gated network its multiply-adds an image (else 0):
+    every image counted once, whatever the number of processes."""
     right = images_seen = 0
+    macs = 0.0
     with evaluating(net):
         for images, labels in split.eval_batches(batch_size, rank=team.rank, processes=team.processes):
             answers = tensors_in(net(images.to(team.device)))[0].argmax(1)
             right += int((answers == labels.to(team.device)).sum())
             images_seen += len(labels)
-    right_total, total = team.total([right, images_seen])
-    return right_total / max(total, 1)
+            if isinstance(net, GatedModel):
+                macs += float(net.macs()) * len(labels)
+    right_total, macs_total, total = team.total([right, macs, images_seen])
+    return right_total / max(total, 1), macs_total / max(total, 1)
+
+
+def accuracy(net: nn.Module, split: Split, team: Team, batch_size: int = EVAL_BATCH) -> float:
+    """Share of a split's images classified right."""
+    return measure(net, split, team, batch_size)[0]
 
 
 def calibration_batches(split: Split, recipe: Recipe) -> Iterator[Any]:

@@ -73,7 +73,8 @@ def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> G
         else Budget(share, ramp_steps=max(1, round(recipe.ramp * steps)), weight=recipe.budget_weight)
     )
     options: dict[str, Any] = {
-        "kind": recipe.kind, "granularity": granularity, "stream": recipe.stream, "loss": recipe.loss,
+        "kind": recipe.kind, "granularity": granularity, "loss": recipe.loss, "static": recipe.static,
+        "stream": None if recipe.stream == "auto" else recipe.stream,
         "rates": recipe.rate, "initial_probability": recipe.initial_probability, "temperature": recipe.temperature,
         "hard": recipe.hard, "backward": recipe.backward,
     }  # fmt: skip
@@ -124,7 +125,7 @@ def check(recipe: Recipe, data: DataSet) -> None:
     for phase in ("gates", "tune"):
         teacher_of(recipe, phase, model, tuple(start.example.shape))
     if recipe.gate_epochs:
-        small_of(gated_of(model, start.example, recipe, 1), recipe)
+        tuned_of(gated_of(model, start.example, recipe, 1), recipe)
 
 
 def _check_compiler() -> None:
@@ -137,8 +138,10 @@ def _check_compiler() -> None:
         ) from error
 
 
-def small_of(gated: GatedModel, recipe: Recipe) -> nn.Module:
-    """A shrunk network at the recipe's target, from random decisions: what there will be, but for which channels."""
+def tuned_of(gated: GatedModel, recipe: Recipe) -> nn.Module:
+    """What the last phase trains, with random decisions: a shrunk network at the recipe's target, or settled gates."""
+    if gated.dynamic is not None:
+        return gated.settle_()
     generator = torch.Generator().manual_seed(0)
     gated.set_gate_probabilities(
         {name: torch.rand(p.shape, generator=generator) for name, p in gated.gate_probabilities().items()}

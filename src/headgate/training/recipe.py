@@ -2,7 +2,8 @@
 
 The paper's experiments are recipes under their names. A run has up to three phases, each with its epochs and learning
 rate: `dense` (train the network itself, where no weights are given), `gates` (weights and gates together, the cost
-comes down to the target), `tune` (the shrunk network alone, at its own speed). Knows nothing of models or data but
+comes down to the target), `tune` (the shrunk network alone, at its own speed; or, where gates depend on the image, the
+weights under gates that are decided and learn no more). Knows nothing of models or data but
 their names, and nothing of torch.
 """
 
@@ -29,8 +30,8 @@ CHOICES = {
     "tune_schedule": SCHEDULES,
     "budget": ("control", "paper"),
     "precision": ("no", "fp16", "bf16"),
-    "kind": ("static",),
-    "stream": ("shared", "indexed"),
+    "kind": ("static", "dynamic"),
+    "stream": ("auto", "shared", "indexed"),
     "loss": ("macs", "activation", "per_gate"),
     "backward": ("sample", "probability"),
 }
@@ -57,10 +58,11 @@ class Recipe:
     validation: int = about("Training images held out; accuracy is then theirs, and the test set is not touched.", 0)
 
     target: str = about("Share of the dense network's MACs, or a number such as 60M.", "0.5")
-    kind: str = about("Gates that are parameters (static).", "static")
+    kind: str = about("Gates that are parameters (static), or that depend on the image (dynamic).", "static")
     granularity: str = about("channel, layer, or a number of channels a gate.", "channel")
-    stream: str = about("shared: gates tied along a stream; indexed: masks of their own.", "shared")
+    stream: str = about("shared: gates tied along a stream; indexed: masks of their own; auto: by kind.", "auto")
     frozen: tuple[str, ...] = about("Modules to leave alone.", ())
+    static: tuple[str, ...] = about("Modules whose gates stay static where the kind is dynamic.", ())
     loss: str = about("Cost loss: macs, activation or per_gate.", "macs")
     rate: float | None = about("Target rate of every gate, for the per_gate loss (default: the target).", None)
     budget: str = about("control: ramp, integral and scaled gradient; paper: the plain squared distance.", "control")
@@ -134,7 +136,7 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """All fields, as JSON takes them."""
-        return {**asdict(self), "frozen": list(self.frozen)}
+        return {**asdict(self), "frozen": list(self.frozen), "static": list(self.static)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Recipe:
@@ -144,7 +146,7 @@ class Recipe:
             raise HeadgateError(
                 f"the recipe has unknown fields {sorted(unknown)}: it is of another version of headgate"
             )
-        return cls(**{**data, "frozen": tuple(data.get("frozen", ()))})
+        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in ("frozen", "static")}})
 
 
 EPOCHS: dict[PhaseName, str] = {"dense": "dense_epochs", "gates": "gate_epochs", "tune": "tune_epochs"}
@@ -180,6 +182,18 @@ _IMAGENET = Recipe(
 )  # fmt: skip
 
 
+def _of_every_kind(recipe: Recipe) -> list[Recipe]:
+    """Pruning, conditional computation, and AIG: whole blocks, each with a target rate of its own."""
+    dynamic = {"kind": "dynamic", "gate_epochs": recipe.epochs * 3 // 5, "tune_epochs": recipe.epochs * 2 // 5}
+    if not recipe.tune_epochs:
+        dynamic = {"kind": "dynamic"}
+    return [
+        replace(recipe, name=f"{recipe.name}-static"),
+        replace(recipe, name=f"{recipe.name}-dynamic", **dynamic),  # type: ignore[arg-type]
+        replace(recipe, name=f"{recipe.name}-aig", granularity="layer", loss="per_gate", **dynamic),  # type: ignore[arg-type]
+    ]
+
+
 def _named() -> dict[str, Recipe]:
     recipes = [
         Recipe(
@@ -193,10 +207,11 @@ def _named() -> dict[str, Recipe]:
         )
     ]
     for depth in (20, 32, 44, 56, 110):
-        recipes.append(replace(_CIFAR, name=f"cifar10-resnet{depth}-static", model=f"cifar_resnet{depth}"))
+        recipes += _of_every_kind(replace(_CIFAR, name=f"cifar10-resnet{depth}", model=f"cifar_resnet{depth}"))
     for depth in (18, 34, 50, 101):
-        model = f"torchvision:resnet{depth}"
-        recipes.append(replace(_IMAGENET, name=f"imagenet-resnet{depth}-static", model=model))
+        recipes += _of_every_kind(
+            replace(_IMAGENET, name=f"imagenet-resnet{depth}", model=f"torchvision:resnet{depth}")
+        )
     return {recipe.name: recipe for recipe in recipes}
 
 

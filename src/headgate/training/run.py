@@ -1,9 +1,9 @@
 """A run: a recipe carried out in a folder, from the dense network to the shrunk one, across interruptions.
 
 The folder holds `recipe.json`, `log.jsonl`, `checkpoint.safetensors` (where the run stands), and what the phases leave
-behind: `dense`, `gated`, `decided` (shrunk, before tuning) and `small.safetensors`, and at last `result.json`. A phase
-starts from the file of the one before, so a checkpoint only has to hold the phase it was taken in. Knows nothing of
-the command line.
+behind: `dense`, `gated`, `decided` (before tuning), `small.safetensors` (or `conditional`, where gates depend on the
+image), and at last `result.json`. A phase starts from the file of the one before, so a checkpoint only has to hold the
+phase it was taken in. Knows nothing of the command line.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headgate.analysis.records import PACKAGES, cpu_model, versions_of, write_text
+from headgate.data.batches import Split
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError
 from headgate.gated import GatedModel
@@ -37,6 +38,7 @@ from headgate.training.loop import (
     accuracy,
     begin,
     calibration_batches,
+    measure,
     run_phase,
 )  # fmt: skip
 from headgate.training.prepare import Start, data_of, gated_of, start_of, teacher_of
@@ -44,6 +46,9 @@ from headgate.training.recipe import PHASES, PhaseName, Recipe, without_places
 from headgate.training.team import Team
 
 DENSE, GATED, DECIDED, SMALL = "dense.safetensors", "gated.safetensors", "decided.safetensors", "small.safetensors"
+CONDITIONAL = "conditional.safetensors"
+NETWORKS = {"dense": DENSE, "gated": GATED, "decided": DECIDED, "shrunk": SMALL, "conditional": CONDITIONAL}
+"""What a folder may hold, by what it is called in results."""
 RECIPE, RESULT = "recipe.json", "result.json"
 DONE = "done"
 """Where a checkpoint stands when all phases are over."""
@@ -117,10 +122,18 @@ class Run:
             lambda phase: self._look(phase, data),
         )  # fmt: skip
         run_phase(phase, around)
+        if isinstance(phase.net, GatedModel) and name == "tune":  # other weights, other costs: meet the target again
+            phase.net.settle_(False).calibrate(
+                calibration_batches(data.train, self.recipe), self.recipe.calibration_batches, batchnorm=False
+            )
         self._count_time(name)
         if self.team.main:
-            save(phase.net, self.folder / {"dense": DENSE, "gates": GATED, "tune": SMALL}[name])
+            save(phase.net, self.folder / {"dense": DENSE, "gates": GATED, "tune": self._last_file}[name])
         self.team.wait()
+
+    @property
+    def _last_file(self) -> str:
+        return SMALL if self.recipe.kind == "static" else CONDITIONAL
 
     def _net(self, name: PhaseName, start: Start, data: DataSet) -> nn.Module:
         """The network at the start of a phase."""
@@ -130,7 +143,8 @@ class Run:
         if name == "gates":
             steps = self.recipe.epochs_of("gates") * data.train.steps(self.recipe.batch_size)
             return gated_of(dense, start.example, self.recipe, steps)
-        return load(self.folder / DECIDED, start.architecture())
+        decided = load(self.folder / DECIDED, start.architecture())
+        return decided.settle_() if isinstance(decided, GatedModel) else decided
 
     def _teacher(self, name: PhaseName, start: Start) -> nn.Module | None:
         dense = load(self.folder / DENSE, start.architecture())
@@ -138,29 +152,37 @@ class Run:
         return None if teacher is None else teacher.to(self.team.device)
 
     def _decide(self, start: Start, data: DataSet) -> None:
-        """Between gates and tuning: calibrate, shrink, keep both."""
+        """Between gates and tuning: calibrate, shrink what can be shrunk, keep both."""
         self._entered = time.monotonic()
         gated = load(self.folder / GATED, start.architecture())
         assert isinstance(gated, GatedModel)
         gated.to(self.team.device)
+        if gated.dynamic is not None:  # its costs are those of images
+            images = next(iter(calibration_batches(data.train, self.recipe)))[0]
+            with torch.no_grad():
+                gated.eval()(images.to(self.team.device))
         sampled, thresholded = gated.budget.last_cost, gated.thresholded_macs()
+        polarised = gated.polarised()
         gated.calibrate(
             calibration_batches(data.train, self.recipe), self.recipe.calibration_batches, self.recipe.round_to
         )
-        small = gated.shrink()
+        gated.eval()
         values = {
-            "macs": int(gated.eval().macs()), "dense_macs": gated.dense_macs, "target": gated.target,
-            "cost_sampled": sampled, "cost_thresholded": thresholded / gated.dense_macs,
-            "cost_decided": gated.macs() / gated.dense_macs, "polarised": gated.polarised(),
+            "dense_macs": gated.dense_macs, "target": gated.target, "cost_sampled": sampled,
+            "cost_thresholded": thresholded / gated.dense_macs, "polarised": polarised,
             "gates": gated.graph.gate_count,
         }  # fmt: skip
+        decided: nn.Module = gated
+        if gated.dynamic is None:
+            decided = gated.shrink()
+            values |= {"macs": int(gated.macs()), "cost_decided": gated.macs() / gated.dense_macs}
         self._count_time("decide")
         self.journal.note("decided", values)
         if self.team.main:
             save(gated, self.folder / GATED)
-            save(small, self.folder / DECIDED)
+            save(decided, self.folder / DECIDED)
             if not self.recipe.tune_epochs:
-                save(small, self.folder / SMALL)
+                save(decided, self.folder / self._last_file)
         self.team.wait()
 
     def _look(self, phase: Phase, data: DataSet) -> dict[str, float]:
@@ -173,15 +195,16 @@ class Run:
         """Measure the networks of the folder, once, and write the result."""
         nets = {
             name: load(self.folder / file, start.architecture()).to(self.team.device)
-            for name, file in (("dense", DENSE), ("gated", GATED), ("shrunk", SMALL))
-            if (self.folder / file).exists()
+            for name, file in NETWORKS.items()
+            if name != "decided" and (self.folder / file).exists()
         }
-        macs = {name: macs_of(net, start.example) for name, net in nets.items()}
-        measured = "validation" if self.recipe.validation else "test"
+        found = {name: measured(net, data.test, self.team, start.example) for name, net in nets.items()}
+        macs = {name: needed for name, (_, needed) in found.items()}
+        measured_on = "validation" if self.recipe.validation else "test"
         result = {
-            "recipe": self.recipe.to_json(), "measured_on": measured, "images": len(data.test),
+            "recipe": self.recipe.to_json(), "measured_on": measured_on, "images": len(data.test),
             "input_shape": list(data.shape),
-            "accuracy": {name: accuracy(net, data.test, self.team) for name, net in nets.items()},
+            "accuracy": {name: share for name, (share, _) in found.items()},
             "macs": macs, "macs_fraction": {name: value / macs["dense"] for name, value in macs.items()},
             "parameters": {name: sum(p.numel() for p in net.parameters()) for name, net in nets.items()},
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
@@ -273,9 +296,12 @@ class Run:
                 signal.signal(number, handler)
 
 
-def macs_of(net: nn.Module, example: Tensor) -> int:
-    """Multiply-adds an image, of a plain or a decided gated network."""
-    return int(net.eval().macs()) if isinstance(net, GatedModel) else count_macs(net, example)
+def measured(net: nn.Module, split: Split, team: Team, example: Tensor) -> tuple[float, float]:
+    """Accuracy, and multiply-adds an image: exactly, but where they depend on the images."""
+    share, mean_macs = measure(net, split, team)
+    if isinstance(net, GatedModel):
+        return share, mean_macs if net.dynamic is not None else int(net.eval().macs())
+    return share, count_macs(net.cpu(), example)
 
 
 def create_folder(folder: Path, recipe: Recipe) -> None:

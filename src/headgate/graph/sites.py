@@ -1,0 +1,110 @@
+"""Where gates that look at the input can look: for each mask the tensor that decides it.
+
+A mask inside a residual branch is decided from what the branch reads, so all masks of a block look at the same tensor;
+elsewhere from what the first layer reads that writes the mask's channels. A site is such a tensor, told by the first
+layer that reads it. Masks that only the network's raw input could decide, or whose tensor is not there in time, have no
+site: their gates stay static. Knows nothing of gates' networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headgate.graph.branches import find_branches
+from headgate.graph.grouping import ChannelGraph, Mask
+from headgate.graph.layer_rules import Usage
+
+
+@dataclass(frozen=True)
+class Site:
+    """A tensor that decides some masks: what `layer` reads, its channels along `axis`."""
+
+    layer: str
+    axis: int
+    batch_axis: int
+    channels: int
+    masks: tuple[int, ...]
+
+
+def find_sites(graph: ChannelGraph, static: Sequence[str] = ()) -> tuple[Site, ...]:
+    """The sites in the order of the forward pass; masks whose layers all lie under a name in `static` are left out."""
+    search = _Search(graph)
+    masks_at: dict[int, list[int]] = {}
+    for number, mask in enumerate(graph.masks):
+        if static and all(any(_under(layer, prefix) for prefix in static) for layer in mask.layers):
+            continue
+        value = search.deciding(number, mask)
+        if value is not None:
+            masks_at.setdefault(value, []).append(number)
+    sites = [(search.first_reader[value], tuple(masks)) for value, masks in masks_at.items()]
+    return tuple(
+        Site(usage.layer, usage.in_axis, usage.batch_axis, search.channels(usage), masks)
+        for usage, masks in sorted(sites, key=lambda site: search.called_at[site[0].layer])
+    )
+
+
+def _under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+class _Search:
+    """What a search for sites looks up again and again."""
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        self.graph = graph
+        self.trace = graph.trace
+        self.usages = {usage.layer: usage for usage in graph.book.usages}
+        once = [
+            call for call in self.trace.calls if call.layer in self.usages and self.trace.layer_calls[call.layer] == 1
+        ]
+        self.called_at = {call.layer: call.index for call in once if call.layer is not None}
+        self.value_read = {call.layer: call.inputs[0] for call in once if call.layer is not None}
+        self.first_reader: dict[int, Usage] = {}
+        """By the number of the value."""
+        for call in reversed(once):
+            self.first_reader[call.inputs[0].index] = self.usages[call.layer]  # type: ignore[index]
+        self.raw = {value.index for value in self.trace.inputs}
+        self.branches = sorted(find_branches(self.trace), key=lambda branch: len(branch.calls))
+        self.needed_at = self._needed_at()
+
+    def _needed_at(self) -> list[int]:
+        """For each mask the first call that is masked by it."""
+        places = [[len(self.trace.calls)] for _ in self.graph.masks]
+        owner = [number for number, mask in enumerate(self.graph.masks) for _ in range(mask.size)]
+        calls: dict[str, int] = {}
+        for call in reversed(self.trace.calls):
+            if call.layer is not None:
+                calls[call.layer] = call.index
+        for span in self.trace.spans:
+            calls.setdefault(span.name, span.last)
+        for reader in (*self.graph.readers, *self.graph.writers):
+            for number in {owner[gate] for gate in reader.gates.tolist() if gate >= 0}:
+                places[number].append(calls[reader.layer])
+        for gated in self.graph.branches:
+            for number in gated.masks:
+                places[number].append(max(gated.branch.calls))
+        return [min(place) for place in places]
+
+    def deciding(self, number: int, mask: Mask) -> int | None:
+        """The value that decides a mask, if there is one in time."""
+        layers = [layer for layer in mask.layers if layer in self.called_at]
+        if not layers:
+            return None
+        first = min(layers, key=self.called_at.__getitem__)
+        value = self.value_read[self._start_of_block(first)]
+        usage = self.first_reader[value.index]
+        in_time = self.called_at[usage.layer] <= self.needed_at[number]
+        return value.index if in_time and value.index not in self.raw and value.from_input else None
+
+    def _start_of_block(self, layer: str) -> str:
+        """The first layer of the smallest branch around a layer; the layer itself if there is none."""
+        for branch in self.branches:
+            if self.called_at[layer] in branch.calls:
+                inside = [name for name in branch.layers(self.trace) if name in self.called_at]
+                return min(inside, key=self.called_at.__getitem__)
+        return layer
+
+    def channels(self, usage: Usage) -> int:
+        shape = self.value_read[usage.layer].shape
+        return shape[usage.in_axis % len(shape)]

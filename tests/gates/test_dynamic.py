@@ -1,0 +1,272 @@
+"""Gates that look at the input: every image is answered as a static network with its gates would answer it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headgate
+from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
+from headgate.gates.budget import Budget
+from headgate.gates.dynamic import GateNetwork
+from headgate.graph.sites import Site, find_sites
+from headgate.models import cifar_resnet20
+from tests.networks import NETWORKS, example, residual
+from tests.oracle import difference, randn, randomize_
+
+
+def two_blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return randomize_(residual(width=8))
+
+
+def opinionated_(gated: headgate.GatedModel, seed: int = 0) -> headgate.GatedModel:
+    """Gate networks that open about half of their gates, and others for other images."""
+    assert gated.dynamic is not None
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for network in gated.dynamic.networks:
+            assert isinstance(network, GateNetwork)
+            network.norm.running_mean.normal_(0, 0.3, generator=generator)
+            network.head.weight.normal_(0, 3.0, generator=generator)
+            network.head.bias.normal_(0, 0.5, generator=generator)
+    return gated
+
+
+def gated_pair(make, inputs, **options):  # type: ignore[no-untyped-def]
+    """A dynamic and a static gated network with the same weights and masks."""
+    torch.manual_seed(0)
+    model = randomize_(make()).eval()
+    return (
+        opinionated_(headgate.gate(model, inputs, kind="dynamic", target=0.9, **options)).eval(),
+        headgate.gate(model, inputs, kind="static", target=0.9, **{"stream": "indexed", **options}).eval(),
+    )
+
+
+def sites_of(name: str, stream: str = "indexed") -> tuple[Site, ...]:
+    graph = headgate.inspect(NETWORKS[name].make(), example(NETWORKS[name]), stream=stream)  # type: ignore[arg-type]
+    return find_sites(graph)
+
+
+def test_most_networks_have_gates_that_look() -> None:
+    some = list(NETWORKS)[::5]
+    assert sum(bool(sites_of(name)) for name in some) > 0.6 * len(some)
+
+
+@pytest.mark.parametrize("stream", ["indexed", "shared"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_each_image_gets_what_a_static_network_with_its_gates_gives(
+    name: str, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = NETWORKS[name]
+    inputs = example(case, batch=3)
+    monkeypatch.setattr(GateNetwork, "macs", 0)  # these networks are smaller than their gates'
+    if not sites_of(name, stream):
+        with pytest.raises(headgate.NothingToGate):
+            headgate.gate(case.make(), inputs, kind="dynamic", stream=stream)  # type: ignore[arg-type]
+        return
+    dynamic, static = gated_pair(case.make, inputs, stream=stream)
+    assert [mask.name for mask in dynamic.graph.masks] == [mask.name for mask in static.graph.masks]
+    together = dynamic(*inputs)
+    draw = dynamic._last
+    assert draw is not None
+    gates_BG = draw.gates_BG.expand(3, -1).clone()
+    macs_B = (dynamic.cost.macs_B(draw) * dynamic.dense_macs).expand(3)
+    for image in range(3):
+        one = tuple(tensor[image : image + 1] for tensor in inputs)
+        static.set_gate_probabilities({m.name: gates_BG[image, m.gates] for m in static.graph.masks})
+        assert difference(static(*one), dynamic(*one)) < 1e-5
+        assert difference(dynamic(*one), together[image : image + 1]) < 1e-5, "the other images make no difference"
+        assert dynamic._last is not None and torch.equal(dynamic._last.gates_BG[0], gates_BG[image])
+        exact = static.cost.decided_macs(gates_BG[image].numpy() > 0.5) + dynamic.cost.gates_macs
+        assert float(macs_B[image]) == pytest.approx(exact, rel=1e-4)
+
+
+def test_images_differ_in_their_gates_and_evaluation_repeats_itself() -> None:
+    gated = opinionated_(headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic")).eval()
+    x = randn(16, 3, 8, 8, seed=3) * 3
+    first = gated(x)
+    gates_BG = gated._last.gates_BG
+    assert len(gates_BG.unique(dim=0)) > 1
+    assert torch.equal(first, gated(x)) and torch.equal(gates_BG, gated._last.gates_BG)
+
+
+def test_the_masks_of_a_block_share_one_network_that_costs_little() -> None:
+    gated = headgate.gate(cifar_resnet20(), randn(1, 3, 32, 32), kind="dynamic")
+    sites = gated.dynamic.sites
+    assert len(sites) == 9
+    assert [gated.graph.masks[number].name for number in sites[0].masks] == [
+        "layer1.0.conv1.input", "layer1.0.conv1", "layer1.0.conv2",
+    ]  # fmt: skip
+    by_hand = sum(16 * site.channels + 16 * sum(gated.graph.masks[m].size for m in site.masks) for site in sites)
+    assert gated.dynamic.macs == gated.cost.gates_macs == by_hand < 0.001 * gated.dense_macs
+    gated.eval().strategy("always_on")(randn(2, 3, 32, 32))
+    assert gated.macs() == pytest.approx(gated.dense_macs + by_hand, rel=1e-6)
+
+
+def test_gates_start_open_whatever_the_input() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", initial_probability=0.9).eval()
+    gated(randn(4, 3, 8, 8))
+    for p in gated.gate_probabilities().values():
+        torch.testing.assert_close(p, torch.full_like(p, 0.9), atol=0.01, rtol=0)
+
+
+def test_static_and_dynamic_side_by_side() -> None:
+    gated = headgate.gate(
+        cifar_resnet20(), randn(1, 3, 32, 32), kind="dynamic", static=["layer1", "layer2.0"], target=0.9
+    )
+    assert [site.layer for site in gated.dynamic.sites] == [
+        f"layer{s}.{b}.conv1" for s, b in ((2, 1), (2, 2), (3, 0), (3, 1), (3, 2))
+    ]
+    x = randn(4, 3, 32, 32)
+    (gated(x).mean() + gated.cost_loss()).backward()
+    assert all((p.grad != 0).any() for p in gated.gate_parameters())
+    shapes = {name: p.dim() for name, p in gated.gate_probabilities().items()}
+    assert shapes["layer1.0.conv1"] == 1 and shapes["layer3.0.conv1"] == 2
+    gated.set_gate_probabilities({"layer1.0.conv1": torch.zeros(16)})
+    gated.eval()(x)
+    assert not gated._last.part(1).any()
+    with pytest.raises(HeadgateError, match="depend on the input"):
+        gated.set_gate_probabilities({"layer3.0.conv1": torch.zeros(64)})
+    with pytest.raises(ModelError, match="static names `layer9`"):
+        headgate.gate(cifar_resnet20(), randn(1, 3, 32, 32), kind="dynamic", static=["layer9"])
+
+
+@pytest.mark.parametrize("granularity", ["channel", "layer", 4])
+def test_training_reaches_the_target_and_calibration_meets_it(granularity: str | int) -> None:
+    torch.manual_seed(0)
+    target = 0.7
+    gated = headgate.gate(
+        two_blocks(), randn(1, 3, 8, 8), kind="dynamic", granularity=granularity, target=target,
+        budget=Budget(target, ramp_steps=60),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(gated.param_groups(lr=0.02, gate_lr=0.02), momentum=0.9)
+    data = [(randn(32, 3, 8, 8, seed=i), torch.arange(32) % 5) for i in range(4)]
+    costs = []
+    for step in range(120):
+        x, y = data[step % 4]
+        (F.cross_entropy(gated(x), y) + gated.cost_loss()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        costs.append(gated.macs() / gated.dense_macs)
+    assert sum(costs[-20:]) / 20 == pytest.approx(target, abs=0.06)
+    gated.calibrate(data, batches=4)
+    gated.eval()
+    reached = gated._mean_macs([(x,) for x, _ in data]) / gated.dense_macs
+    assert reached <= target + 1e-6
+    assert reached > target - (0.35 if granularity == "layer" else 0.1)
+    assert gated._strategy.name == "calibrated"
+
+
+def test_gradients_reach_every_gate_network_and_are_the_formulas() -> None:
+    """Without the budget's scale, the gradient of the cost is autograd's own through the gate networks."""
+    torch.manual_seed(0)
+    gated = headgate.gate(
+        two_blocks(), randn(1, 3, 8, 8), kind="dynamic", budget=Budget.paper(0.5), backward="probability"
+    )
+    x = randn(8, 3, 8, 8)
+    gated(x)
+    gated.cost_loss().backward()
+    scaled = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", backward="probability")
+    assert all((p.grad != 0).any() for p in gated.gate_parameters() if p.requires_grad)
+    network = GateNetwork(4, 6, 0.9)
+    pooled = randn(5, 4).requires_grad_()
+    network(pooled, 1.0).sum().backward()
+    plain = {name: p.grad.clone() for name, p in network.named_parameters()}
+    plain_input = pooled.grad.clone()
+    network.zero_grad()
+    pooled.grad = None
+    network(pooled, 12.0).sum().backward()
+    torch.testing.assert_close(network.head.weight.grad, plain["head.weight"] * 12)
+    torch.testing.assert_close(network.trunk.weight.grad, plain["trunk.weight"] * 12)
+    torch.testing.assert_close(pooled.grad, plain_input)
+    assert scaled.budget.scale_gradient
+
+
+def test_one_image_can_be_trained_on() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic").train()
+    (gated(randn(1, 3, 8, 8)).sum() + gated.cost_loss()).backward()
+    assert all(p.grad.isfinite().all() for p in gated.gate_parameters() if p.grad is not None)
+
+
+def test_settled_gates_train_the_weights_only() -> None:
+    gated = opinionated_(headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic")).settle_().train()
+    x = randn(6, 3, 8, 8)
+    before = {name: tensor.clone() for name, tensor in gated.dynamic.state_dict().items()}
+    first = gated(x)
+    gates = gated._last.gates_BG
+    assert float(gated.cost_loss()) == 0
+    first.sum().backward()
+    gated(x)
+    assert torch.equal(gates, gated._last.gates_BG), "no noise"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in gated.dynamic.state_dict().items())
+    assert all(p.grad is None for p in gated.gate_parameters())
+    assert any(p.grad is not None for p in gated.model.parameters())
+    gated.settle_(False)
+    assert all(p.requires_grad for p in gated.dynamic.parameters())
+
+
+def test_a_saved_network_decides_the_same(tmp_path: Path) -> None:
+    gated = opinionated_(headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", target=0.8, static=["stem"]))
+    data = [(randn(8, 3, 8, 8, seed=i), torch.zeros(8)) for i in range(3)]
+    gated.calibrate(data, batches=3)
+    gated.eval()
+    headgate.save(gated, tmp_path / "gated.safetensors")
+    loaded = headgate.load(tmp_path / "gated.safetensors", two_blocks()).eval()
+    x = randn(8, 3, 8, 8, seed=9)
+    assert torch.equal(gated(x), loaded(x))
+    assert gated.macs() == loaded.macs() and loaded.static_names == ("stem",)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic")
+    for ask in (gated.gate_probabilities, gated.polarised, gated.thresholded_macs, gated.eval().macs):
+        with pytest.raises(NotDecided, match="call the model first"):
+            ask()
+    with pytest.raises(NotDecided, match="compact"):
+        gated.shrink()
+    with pytest.raises(NotDecided, match="calibrate"):
+        gated.project()
+    with pytest.raises(HeadgateError, match="round"):
+        gated.calibrate([randn(2, 3, 8, 8)], round_to=8)
+    with pytest.raises(HeadgateError, match='"static" or "dynamic"'):
+        headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="both")  # type: ignore[arg-type]
+    with pytest.raises(HeadgateError, match="initial_probability"):
+        headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", initial_probability=1.0)
+    with pytest.raises(TargetError):
+        headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", target=0.001)
+    assert gated.squeeze_() is False
+
+
+def test_a_way_the_example_did_not_take_is_told() -> None:
+    class TwoWays(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+            self.head = nn.Linear(8, 2)
+            self.skip = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            x = x if self.skip else self.first(x)
+            return self.head(self.second(x).mean((2, 3)))
+
+    gated = headgate.gate(TwoWays(), randn(1, 3, 8, 8), kind="dynamic").eval()
+    gated.model.skip = True
+    with pytest.raises(HeadgateError, match="another way"):
+        gated(randn(1, 3, 8, 8))
+    gated.model.skip = False
+    gated(randn(1, 3, 8, 8))
+
+
+def test_a_sweep_over_tau_averages_over_all_batches() -> None:
+    gated = opinionated_(headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic"))
+    data = [(randn(n, 3, 8, 8, seed=n) * 3, torch.zeros(n, dtype=torch.int64)) for n in (4, 9)]
+    rows = gated.sweep_tau(data, (0.0, 0.5, 1.0))
+    assert [row.macs for row in rows] == sorted((row.macs for row in rows), reverse=True)
+    gated.eval().strategy("threshold", tau=0.5)
+    assert rows[1].macs == pytest.approx(gated._mean_macs([(x,) for x, _ in data]))
