@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from headgate.errors import HeadgateError, NonFiniteLoss, NotDecided, NothingToGate, TargetError
+from headgate.errors import HeadgateError, NonFiniteLoss, NotDecided, NothingToGate, ShrinkMismatch, TargetError
 from headgate.gates.budget import Budget
 from headgate.gates.cost import LOSSES, Cost, activation_rate, over_processes, per_gate_loss, target_rates
-from headgate.gates.draws import Board, Draw, Group, Ledger, attach
+from headgate.gates.draws import Board, Channels, Draw, Group, Ledger, attach
 from headgate.gates.dynamic import DynamicGates
 from headgate.gates.gumbel import Backward, Relaxation, logistic_noise
 from headgate.gates.gumbel import draw as draw_gates
 from headgate.gates.static import StaticGates
 from headgate.graph.analyse import Settings, StreamForm, analyse, check_frozen_names
-from headgate.graph.grouping import ChannelGraph, Granularity
+from headgate.graph.grouping import ChannelGraph, Granularity, Reader
 from headgate.graph.plan import Plan
 from headgate.graph.sites import find_sites
 from headgate.graph.trace import stripped_copy, tensors_in
@@ -41,7 +41,8 @@ from headgate.inference.calibrate import (
     reestimate_batchnorm,
     rounded,
 )  # fmt: skip
-from headgate.inference.shrink import check_same, shrink
+from headgate.inference.compact import CompactModel, compact
+from headgate.inference.shrink import TOLERANCE, check_same, difference, random_like, shrink
 from headgate.inference.squeeze import Squeezed, move_state_, squeeze, write_back_
 from headgate.inference.strategies import Strategy, combine
 
@@ -125,6 +126,11 @@ class GatedModel(nn.Module):
         self._last: Draw | None = None
         self._squeezed: tuple[nn.Module, Squeezed] | None = None  # the dense network, and what stands for it
         self._optimizer: Optimizer | None = None  # that trains what stands for it
+        self._arriving = tuple(
+            None if site.reads is None else Channels(self._board, graph, Reader(site.layer, site.axis, site.reads))
+            for site in sites
+        )
+        """The gates on what arrives at each site, from masks that were decided before."""
         attach(self.model, graph, self._board, sites=sites)
 
     # ------------------------------------------------------------------------------------------------ running
@@ -180,7 +186,9 @@ class GatedModel(nn.Module):
         group = self._groups[number]
         if not self._sampling and self._strategy.name == "always_on":
             return draw.fill_(group, x.new_ones(self._images, group.count, dtype=torch.float32))
-        logits_BN = self.dynamic.logits(number, x, self._images)
+        arriving = self._arriving[number]
+        open_BC = None if arriving is None else arriving.mask_BC(draw)
+        logits_BN = self.dynamic.logits(number, x, self._images, open_BC)
         probabilities_BN = torch.sigmoid(logits_BN)
         if self._sampling:
             noise = logistic_noise(tuple(logits_BN.shape), logits_BN.device, self._generator)
@@ -581,6 +589,46 @@ class GatedModel(nn.Module):
         finally:
             self.train(training)
         return small
+
+    def compact(self) -> CompactModel:
+        """A module that evaluates the gates and computes only the open channels of each image, in float32.
+
+        It computes what this one computes in eval mode with the strategy in force ("threshold" or "calibrated"); its
+        `report` lists the layers that have no fast path, its `tau` can be moved. Checked at every call.
+        """
+        if self.dynamic is None:
+            raise NotDecided("no gate depends on the input, so a plain smaller network does it: use shrink()")
+        if self._strategy.sampled:
+            raise NotDecided(
+                f'strategy "{self._strategy.name}" draws gates: choose "threshold" or "calibrated" before compact()'
+            )
+        examples = tensors_in(self._example_input)
+        if len(examples) != 1:
+            raise HeadgateError("compact() takes models with one input tensor")
+        tau = 0.0 if self._strategy.name == "always_on" else self._threshold
+        fast = compact(self.model, self.graph, self.dynamic, self._decide(), tau, examples[0])
+        training = self.training
+        self.eval()
+        try:
+            self._check_compact(fast, examples[0])
+        finally:
+            self.train(training)
+        return fast
+
+    @torch.no_grad()
+    def _check_compact(self, fast: CompactModel, example: Tensor) -> None:
+        """Images that have the same gates must get the same answers; gates may differ by rounding at tau alone."""
+        images = random_like(torch.cat([example[:1]] * 3))
+        expected, found = self(images), fast(images)
+        gap = difference(expected, found)
+        assert self._last is not None
+        seen = [part for part in self._last.probabilities if part is not None]
+        doubtful = any(bool(((part - fast.tau).abs() < 1e-4).any()) for part in seen)
+        if not gap <= TOLERANCE[torch.float32] and not doubtful:
+            raise ShrinkMismatch(
+                f"the compact network's output differs from the gated one's by {gap:.2g}: "
+                "use the gated model itself, and report the model"
+            )
 
     # -------------------------------------------------------------------------------------------------- state
 

@@ -73,9 +73,12 @@ class DynamicGates(nn.Module):
             for site in sites
         )
 
-    def logits(self, number: int, x: Tensor, images: int) -> Tensor:
-        """What site `number` says of the tensor there: (images, gates)."""
-        logits_BN: Tensor = self.networks[number](pooled(x, self.sites[number], images), self.gradient_scale)
+    def logits(self, number: int, x: Tensor, images: int, open_BC: Tensor | None = None) -> Tensor:
+        """What site `number` says of the tensor there: (images, gates). Channels that are not open count as zero."""
+        means_BC = pooled(x, self.sites[number], images)
+        if open_BC is not None:
+            means_BC = means_BC * open_BC
+        logits_BN: Tensor = self.networks[number](means_BC, self.gradient_scale)
         return logits_BN
 
     @property

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headgate.graph.branches import find_branches
-from headgate.graph.grouping import ChannelGraph, Mask
+from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Mask
 from headgate.graph.layer_rules import Usage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Site:
     """A tensor that decides some masks: what `layer` reads, its channels along `axis`."""
 
@@ -25,6 +28,8 @@ class Site:
     batch_axis: int
     channels: int
     masks: tuple[int, ...]
+    reads: NDArray[np.int64] | None = None
+    """The gate of each channel there, as far as it is decided elsewhere; None where there are no such gates."""
 
 
 def find_sites(graph: ChannelGraph, static: Sequence[str] = ()) -> tuple[Site, ...]:
@@ -39,7 +44,14 @@ def find_sites(graph: ChannelGraph, static: Sequence[str] = ()) -> tuple[Site, .
             masks_at.setdefault(value, []).append(number)
     sites = [(search.first_reader[value], tuple(masks)) for value, masks in masks_at.items()]
     return tuple(
-        Site(usage.layer, usage.in_axis, usage.batch_axis, search.channels(usage), masks)
+        Site(
+            usage.layer,
+            usage.in_axis,
+            usage.batch_axis,
+            search.channels(usage),
+            masks,
+            search.reads(usage.layer, masks),
+        )  # fmt: skip
         for usage, masks in sorted(sites, key=lambda site: search.called_at[site[0].layer])
     )
 
@@ -104,6 +116,17 @@ class _Search:
                 inside = [name for name in branch.layers(self.trace) if name in self.called_at]
                 return min(inside, key=self.called_at.__getitem__)
         return layer
+
+    def reads(self, layer: str, own: Sequence[int]) -> NDArray[np.int64] | None:
+        """The gates on what a layer reads, without those of the masks that are decided there."""
+        reader = next((reader for reader in self.graph.readers if reader.layer == layer), None)
+        if reader is None:
+            return None
+        gates = reader.gates.copy()
+        for number in own:
+            mask = self.graph.masks[number]
+            gates[(gates >= mask.first) & (gates < mask.gates.stop)] = ALWAYS_OPEN
+        return gates if (gates != ALWAYS_OPEN).any() else None
 
     def channels(self, usage: Usage) -> int:
         shape = self.value_read[usage.layer].shape

@@ -1,0 +1,577 @@
+"""A conditional network that computes only the open channels of each image.
+
+`compact` takes the network apart into its operators (`torch.export`), puts the gates where they are decided, and hands
+every convolution with masks to the kernel, together with the BatchNorm, the residual addition and the ReLU behind it.
+Gates that are the same for every image are folded away first: inner channels that are always closed are gone, others
+are closed for good. What has no fast path is computed densely and masked, and listed. Knows graphs and gate networks;
+knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from headgate.errors import HeadgateError
+from headgate.gates.cost import dead_branches
+from headgate.gates.draws import spread
+from headgate.gates.dynamic import DynamicGates, GateNetwork, pooled
+from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, CostItem, Decisions
+from headgate.graph.plan import make_plan
+from headgate.graph.relayout import dense_name
+from headgate.graph.sites import Site
+from headgate.inference.kernel import op  # noqa: F401  (registers the kernel)
+from headgate.inference.shrink import build
+
+aten = torch.ops.aten
+Gates = NDArray[np.int64]
+NEVER, ALWAYS, DEPENDS = 0, 1, 2
+"""What becomes of a gate over all images."""
+LOWEST_LOGIT = -100.0
+"""Below every threshold: a gate that is closed for good stays closed at tau = 0."""
+
+
+# ---------------------------------------------------------------------------------------------------- constants
+
+
+def gates_over_all_images(
+    dynamic: DynamicGates, graph: ChannelGraph, decided: Decisions, tau: float
+) -> NDArray[np.int8]:
+    """Which gates are open or closed whatever the image: those that are parameters, as decided, and those whose
+    network can't say anything else, since its hidden values are never negative."""
+    fate = np.where(decided, ALWAYS, NEVER).astype(np.int8)
+    for site, network in zip(dynamic.sites, dynamic.networks, strict=True):
+        assert isinstance(network, GateNetwork)
+        weight, bias = network.head.weight.detach(), network.head.bias.detach()
+        above = bias > _logit(tau)
+        lowers, raises = (weight <= 0).all(1), (weight >= 0).all(1)
+        told = torch.where(above & raises, ALWAYS, torch.where(~above & lowers, NEVER, DEPENDS)).cpu().numpy()
+        start = 0
+        for number in site.masks:
+            mask = graph.masks[number]
+            fate[mask.gates] = told[start : start + mask.size]
+            if not mask.may_die and not (fate[mask.gates] != NEVER).any():
+                fate[mask.gates] = DEPENDS  # one of them is opened, and which depends on the image
+            start += mask.size
+    return fate
+
+
+def _logit(tau: float) -> float:
+    if tau <= 0:
+        return LOWEST_LOGIT
+    return math.inf if tau >= 1 else max(math.log(tau / (1 - tau)), LOWEST_LOGIT)
+
+
+def _left_after_folding(graph: ChannelGraph, fate: NDArray[np.int8]) -> Decisions:
+    """What is not folded away: inner channels go where they are closed for good. Readers and writers of an indexed
+    stream stay as wide as it, since the kernel reads and writes in place and a narrower layer would have to copy."""
+    indexed = np.zeros(graph.gate_count, bool)
+    for writer in graph.writers:
+        indexed[writer.gates[writer.gates != ALWAYS_OPEN]] = True
+    for mask in graph.masks:
+        indexed[mask.gates] |= mask.kind != "channels"
+    return (fate != NEVER) | indexed
+
+
+# -------------------------------------------------------------------------------------------------------- gates
+
+
+class GateSite(nn.Module):
+    """The gates of one site at inference: from the tensor there to one mask of booleans for each of its masks."""
+
+    def __init__(
+        self, network: GateNetwork, site: Site, graph: ChannelGraph, fate: NDArray[np.int8], left: Decisions
+    ) -> None:
+        super().__init__()
+        masks = [graph.masks[number] for number in site.masks]
+        numbers = np.concatenate([np.arange(mask.first, mask.gates.stop) for mask in masks])
+        kept = left[numbers]
+        norm = network.norm
+        assert norm.running_mean is not None and norm.running_var is not None
+        scale = norm.weight.detach() * (norm.running_var + norm.eps).rsqrt()
+        weight, bias = network.head.weight.detach().clone(), network.head.bias.detach().clone()
+        for value, told in ((LOWEST_LOGIT * 2, NEVER), (math.inf, ALWAYS)):
+            rows = torch.from_numpy(fate[numbers] == told)
+            weight[rows], bias[rows] = 0.0, value
+        index = torch.from_numpy(np.flatnonzero(kept))
+        inputs = network.trunk.weight.detach() * scale[:, None]
+        if site.reads is not None:  # channels that are gone were zero
+            inputs = inputs[:, torch.from_numpy((site.reads == ALWAYS_OPEN) | left[site.reads])]
+        self.register_buffer("trunk_weight", inputs.contiguous())
+        self.register_buffer("trunk_bias", norm.bias.detach() - norm.running_mean * scale)
+        self.register_buffer("head_weight", weight[index].contiguous())
+        self.register_buffer("head_bias", bias[index].contiguous())
+        self.site = site
+        self.threshold = 0.0
+        self.sizes = [int(left[mask.gates].sum()) for mask in masks]
+        self.immortal = [place for place, mask in enumerate(masks) if not mask.may_die]
+        place_of = {number: place for place, number in enumerate(site.masks)}
+        self.dying = [
+            [place_of[number] for number in gated.masks]
+            for gated in graph.branches
+            if all(number in place_of for number in gated.masks)
+        ]
+
+    def forward(self, x: Tensor, arriving: Tensor | None = None) -> tuple[Tensor, ...]:
+        """One (images, gates) mask for each mask of the site. Masks of a branch that dies are closed altogether.
+
+        `arriving` is the mask of the channels of `x` that was decided before, where there is one.
+        """
+        means = pooled(x, self.site, len(x))
+        if arriving is not None:
+            means = means * arriving
+        hidden = torch.relu(nn.functional.linear(means, self.trunk_weight, self.trunk_bias))  # type: ignore[arg-type]
+        logits = nn.functional.linear(hidden, self.head_weight, self.head_bias)  # type: ignore[arg-type]
+        parts = list((logits > self.threshold).split(self.sizes, 1))
+        scores = logits.split(self.sizes, 1)
+        for place in self.immortal:
+            parts[place] = _with_one_open(parts[place], scores[place])
+        for places in self.dying:
+            alive = parts[places[0]].any(1, keepdim=True)
+            for place in places[1:]:
+                alive = alive & parts[place].any(1, keepdim=True)
+            for place in places:
+                parts[place] = parts[place] & alive
+        return tuple(part.contiguous() for part in parts)
+
+
+def _with_one_open(gates: Tensor, scores: Tensor) -> Tensor:
+    closed = ~gates.any(1, keepdim=True)
+    if not torch.compiler.is_compiling() and not bool(closed.any()):
+        return gates
+    likeliest = nn.functional.one_hot(scores.argmax(1), scores.shape[1]).bool()
+    return gates | (likeliest & closed)
+
+
+def join_masks(parts: Sequence[Tensor], index: Tensor) -> Tensor:
+    """Channels' gates picked from several masks; the last place stands for channels that are always open."""
+    images = max(len(part) for part in parts)
+    ones = parts[0].new_ones(images, 1)
+    return torch.cat([*(part.expand(images, -1) for part in parts), ones], 1).index_select(1, index)
+
+
+def alive(parts: Sequence[Tensor]) -> Tensor:
+    """Where a branch lives: (images, 1)."""
+    lives = parts[0].any(1, keepdim=True)
+    for part in parts[1:]:
+        lives = lives & part.any(1, keepdim=True)
+    return lives
+
+
+def closed_where_dead(mask: Tensor | None, lives: Tensor, channels: int) -> Tensor:
+    """A mask of `channels` channels, all of them closed where the branch around is dead."""
+    return lives.expand(-1, channels).contiguous() if mask is None else mask & lives
+
+
+def times_mask(x: Tensor, mask: Tensor, axis: int | None, batch_axis: int) -> Tensor:
+    """The tensor, zero where channels are closed."""
+    return x * spread(mask, x, axis, batch_axis)
+
+
+# ------------------------------------------------------------------------------------------------------ lowering
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of the layers with masks: computed by the kernel, or densely and masked, with the reason."""
+
+    fast: tuple[str, ...]
+    dense: dict[str, str]
+
+
+@dataclass
+class _Lowering:
+    """Rewrites the exported graph of a network."""
+
+    program: fx.GraphModule
+    graph: ChannelGraph
+    left: Decisions
+    fate: NDArray[np.int8]
+    dynamic: DynamicGates
+    parts: dict[int, fx.Node] = field(default_factory=dict)
+    """The node of each mask's gates."""
+    masks: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
+    fast: list[str] = field(default_factory=list)
+    dense: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ops = self.program.graph
+        self.nodes_of: dict[str, list[fx.Node]] = {}
+        for node in self.ops.nodes:
+            for name in _modules_around(node):
+                self.nodes_of.setdefault(name, []).append(node)
+        self.items = {item.name: item for item in self.graph.costs}
+        self.mask_of_gate = np.repeat(np.arange(len(self.graph.masks)), [mask.size for mask in self.graph.masks])
+        self.place_of_gate = np.cumsum(self.left) - 1  # among those left; counted from the mask's first below
+        self.covered: set[str] = set()
+        """Modules whose output is masked by the kernel already."""
+
+    def carry_out(self) -> None:
+        for node in list(self.ops.nodes):
+            if node.op == "call_module" and "guards" in str(node.target):
+                self.ops.erase_node(node)
+        self._place_gates()
+        readers = {reader.layer: reader for reader in self.graph.readers}
+        places = {writer.layer for writer in self.graph.writers}
+        places |= {gated.branch.mask_at for gated in self.graph.branches}
+        for item in self.graph.costs:
+            for node in [node for node in self.nodes_of.get(item.name, ()) if node.op == "call_function"]:
+                reader = readers.get(item.name)
+                reads = None if reader is None else self._left(reader.gates)
+                if node.target is aten.conv2d.default and node.args[0] in self.ops.nodes:
+                    if (reason := self._lower_conv(node, item, reads, places)) is None:
+                        continue
+                elif _is_layer_call(node):
+                    reason = "no kernel for this kind of layer"
+                else:
+                    continue
+                if self._is_masked(item):
+                    self.dense.setdefault(item.name, reason)
+                if reads is not None and reader is not None and _is_layer_call(node):
+                    self._mask_input(node, reads, reader.axis, reader.batch_axis)
+        self._mask_outputs()
+        self.ops.eliminate_dead_code()
+        self.ops.lint()
+        self.program.recompile()
+
+    # ------------------------------------------------------------------------------------------------ masks
+
+    def _place_gates(self) -> None:
+        """Gates are decided right before the first layer that reads their site."""
+        for number, (site, network) in enumerate(zip(self.dynamic.sites, self.dynamic.networks, strict=True)):
+            if not any((self.fate[self.graph.masks[mask].gates] == DEPENDS).any() for mask in site.masks):
+                continue
+            node = next((node for node in self.nodes_of.get(site.layer, ()) if _is_layer_call(node)), None)
+            if node is None:
+                raise HeadgateError(f"`{site.layer}` is not found in the exported network")
+            assert isinstance(network, GateNetwork)
+            name = f"gate_site_{number}"
+            self.program.add_submodule(name, GateSite(network, site, self.graph, self.fate, self.left))
+            arriving = self._mask(self._left(site.reads))
+            with self.ops.inserting_before(node):
+                decided = self.ops.call_module(name, (node.args[0], arriving))
+                for place, mask in enumerate(site.masks):
+                    self.parts[mask] = self.ops.call_function(operator.getitem, (decided, place))
+
+    def _constant(self, name: str, value: Tensor) -> fx.Node:
+        self.program.register_buffer(name, value, persistent=False)
+        first = next(node for node in self.ops.nodes if node.op != "placeholder")
+        with self.ops.inserting_before(first):
+            return self.ops.get_attr(name)
+
+    def _part(self, number: int) -> fx.Node:
+        """The gates of a mask; where no image has a say, a constant."""
+        if number not in self.parts:
+            mask = self.graph.masks[number]
+            open_ones = self.fate[mask.gates][self.left[mask.gates]] == ALWAYS
+            self.parts[number] = self._constant(f"mask_{number}", torch.from_numpy(open_ones)[None])
+        return self.parts[number]
+
+    def _left(self, gates: Gates | None) -> Gates | None:
+        """The gates of the channels that are left."""
+        return None if gates is None else gates[(gates == ALWAYS_OPEN) | self.left[gates]]
+
+    def _all_open(self, gates: Gates | None) -> bool:
+        if gates is None:
+            return True
+        gated = gates[gates != ALWAYS_OPEN]
+        return bool((self.fate[gated] == ALWAYS).all()) and not any(
+            number in self.parts for number in np.unique(self.mask_of_gate[gated])
+        )
+
+    def _mask(self, gates: Gates | None) -> fx.Node | None:
+        """A node with the mask of these channels, or None where all of them are always open."""
+        if gates is None or self._all_open(gates):
+            return None
+        key = ("mask", gates.tobytes())
+        if key in self.masks:
+            return self.masks[key]
+        gated = gates != ALWAYS_OPEN
+        numbers = np.unique(self.mask_of_gate[gates[gated]])
+        firsts = np.array([self.place_of_gate[self.graph.masks[n].gates][0] for n in numbers])
+        sizes = [int(self.left[self.graph.masks[n].gates].sum()) for n in numbers]
+        # `place_of_gate` of a mask's first gate is one too low where that gate is not left
+        firsts += ~self.left[[self.graph.masks[n].first for n in numbers]]
+        starts = np.cumsum([0, *sizes])
+        rank = np.searchsorted(numbers, self.mask_of_gate[np.where(gated, gates, 0)])
+        rank = np.where(gated, rank, 0)
+        index = np.where(gated, starts[rank] + self.place_of_gate[gates] - firsts[rank], starts[-1])
+        parts = [self._part(int(number)) for number in numbers]
+        if len(parts) == 1 and np.array_equal(index, np.arange(sizes[0])):
+            self.masks[key] = parts[0]
+        else:
+            table = self._constant(f"mask_index_{len(self.masks)}", torch.from_numpy(index))
+            with self.ops.inserting_after(max([*parts, table])):  # there for all that ask later, wherever they are
+                self.masks[key] = self.ops.call_function(join_masks, (parts, table))
+        return self.masks[key]
+
+    def _branch_lives(self, number: int) -> fx.Node | None:
+        """Where branch `number` lives, or None where it can't die."""
+        gated = self.graph.branches[number]
+        numbers = list(gated.masks)
+        if all((self.fate[self.graph.masks[mask].gates] == ALWAYS).any() for mask in numbers):
+            return None
+        key = ("alive", number)
+        if key not in self.masks:
+            parts = [self._part(mask) for mask in numbers]
+            with self.ops.inserting_after(max(parts)):
+                self.masks[key] = self.ops.call_function(alive, (parts,))
+        return self.masks[key]
+
+    def _out_mask(self, item: CostItem, channels: int, before: fx.Node) -> fx.Node | None:
+        """What of a layer's output is computed: its open channels, where the branches around it live."""
+        writes = self._left(item.writes)
+        mask = self._mask(writes)
+        own = set() if writes is None else set(self.mask_of_gate[writes[writes != ALWAYS_OPEN]].tolist())
+        for number in item.branches:
+            masks = self.graph.branches[number].masks
+            if own & set(masks) and self._closed_together(masks):
+                continue  # the gates' own module has closed them where the branch is dead
+            lives = self._branch_lives(number)
+            if lives is not None:
+                with self.ops.inserting_before(before):
+                    mask = self.ops.call_function(closed_where_dead, (mask, lives, channels))
+        return mask
+
+    def _closed_together(self, masks: Sequence[int]) -> bool:
+        return any(set(masks) <= set(site.masks) for site in self.dynamic.sites) and any(
+            (self.fate[self.graph.masks[mask].gates] == DEPENDS).any() for mask in masks
+        )
+
+    def _is_masked(self, item: CostItem) -> bool:
+        return not (
+            self._all_open(self._left(item.reads))
+            and self._all_open(self._left(item.writes))
+            and all(
+                all((self.fate[self.graph.masks[mask].gates] == ALWAYS).any() for mask in self.graph.branches[b].masks)
+                for b in item.branches
+            )
+        )
+
+    # ---------------------------------------------------------------------------------------- convolutions
+
+    def _lower_conv(self, node: fx.Node, item: CostItem, reads: Gates | None, places: set[str]) -> str | None:
+        """Hand a convolution and what follows it to the kernel; the reason where that is not possible."""
+        x, weight, bias, stride, padding, dilation, groups = _conv_arguments(node)
+        weight_t, bias_t = self._tensor(weight), self._tensor(bias)
+        if groups != 1:
+            return "grouped convolution"
+        if weight_t is None or (bias is not None and bias_t is None):
+            return "its weights are computed"
+        if weight_t.dtype != torch.float32:
+            return "not float32"
+        shape = node.meta["val"].shape
+        if len(shape) != 4:
+            return "no batch of images"
+        out_gates = self._left(item.writes)
+        if out_gates is not None and len(out_gates) != weight_t.shape[0]:
+            return "its output channels are folded"
+        last, name = node, item.name
+        norm = _only_user(node)
+        if norm is not None and name not in places:
+            folded = self._folded(norm, weight_t, bias_t)
+            after = _only_user(norm)
+            if folded is not None and after is not None and after.target is operator.getitem:
+                weight_t, bias_t = folded
+                last, name = after, (_modules_around(norm) or (name,))[-1]
+        if not self._is_masked(item):
+            return None  # nothing to gain: torch's own convolution
+        self.covered |= {item.name, name}
+        residual, relu = None, False
+        add = _only_user(last)
+        if add is not None and add.target is aten.add.Tensor and len(add.args) == 2 and not add.kwargs:
+            other = add.args[1] if add.args[0] is last else add.args[0]
+            if isinstance(other, fx.Node) and _same_shape(other, last):
+                residual, last = other, add
+        act = _only_user(last)
+        if act is not None and act.target is aten.relu.default:
+            relu, last = True, act
+        in_mask = self._mask(reads)
+        out_mask = self._out_mask(item, weight_t.shape[0], last)
+        prefix = f"compact_{len(self.fast)}"
+        constants = [self._constant(f"{prefix}_weight", weight_t.contiguous())]
+        constants.append(None if bias_t is None else self._constant(f"{prefix}_bias", bias_t.contiguous()))  # type: ignore[arg-type]
+        with self.ops.inserting_before(last):
+            made = self.ops.call_function(
+                torch.ops.headgate.masked_conv2d.default,
+                (x, *constants, in_mask, out_mask, residual, list(stride), list(padding), list(dilation), relu),
+            )
+        made.meta["val"] = last.meta.get("val")
+        made.meta["headgate_layer"] = item.name
+        last.replace_all_uses_with(made)
+        self.fast.append(item.name)
+        return None
+
+    def _tensor(self, node: Any) -> Tensor | None:
+        """The parameter or buffer that a node stands for."""
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            return None
+        value: Any = self.program
+        for name in str(node.target).split("."):
+            value = getattr(value, name)
+        return value.detach() if isinstance(value, Tensor) else None
+
+    def _folded(self, norm: fx.Node, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        if norm.target is not aten._native_batch_norm_legit_no_training.default:
+            return None
+        gamma, beta, mean, var = (self._tensor(each) for each in norm.args[1:5])
+        if mean is None or var is None:
+            return None
+        eps: Any = norm.args[6]
+        new_weight, new_bias = fuse_conv_bn_weights(weight, bias, mean, var, eps, gamma, beta)
+        return new_weight.detach(), new_bias.detach()
+
+    # ------------------------------------------------------------------------------------- dense and masked
+
+    def _mask_input(self, node: fx.Node, gates: Gates, axis: int, batch_axis: int) -> None:
+        mask = self._mask(gates)
+        if mask is None:
+            return
+        x = node.args[0]
+        with self.ops.inserting_before(node):
+            masked = self.ops.call_function(times_mask, (x, mask, axis, batch_axis))
+        masked.meta["val"] = x.meta.get("val")  # type: ignore[union-attr]
+        node.args = (masked, *node.args[1:])
+
+    def _mask_outputs(self) -> None:
+        """Masks behind modules, where the kernel has not already written zeros."""
+        for writer in self.graph.writers:
+            if writer.layer not in self.covered:
+                self._behind(writer.layer, self._mask(self._left(writer.gates)), writer.axis, writer.batch_axis)
+        for number, gated in enumerate(self.graph.branches):
+            if gated.branch.mask_at not in self.covered:
+                self._behind(gated.branch.mask_at, self._branch_lives(number), None, gated.batch_axis)
+
+    def _behind(self, module: str, mask: fx.Node | None, axis: int | None, batch_axis: int) -> None:
+        nodes = [node for node in self.nodes_of.get(module, ()) if node.users and node.op == "call_function"]
+        if not nodes or mask is None:
+            return  # folded away with its branch, or never closed
+        last = nodes[-1]
+        users = list(last.users)
+        with self.ops.inserting_after(max(last, mask)):
+            masked = self.ops.call_function(times_mask, (last, mask, axis, batch_axis))
+        masked.meta["val"] = last.meta.get("val")
+        for user in users:
+            if user is not mask:
+                user.replace_input_with(last, masked)
+        self.dense.setdefault(module, "masked behind the module")
+
+
+def _modules_around(node: fx.Node) -> tuple[str, ...]:
+    """The modules a node was recorded in, by their names in the dense network, innermost last."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple(dense_name(path) for path, _ in stack.values() if path)
+
+
+def _is_layer_call(node: fx.Node) -> bool:
+    """Whether a node is a layer's own work on its input, not a getattr or a reshape."""
+    return node.op == "call_function" and any(
+        name in str(node.target) for name in ("conv", "linear", "mm", "bilinear", "attention", "matmul")
+    )
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _same_shape(first: fx.Node, second: fx.Node) -> bool:
+    a, b = first.meta.get("val"), second.meta.get("val")
+    if isinstance(b, (tuple, list)):
+        b = b[0]
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and len(a.shape) == len(b.shape)
+        and all(str(x) == str(y) for x, y in zip(a.shape, b.shape, strict=True))
+    )
+
+
+def _conv_arguments(node: fx.Node) -> tuple[Any, Any, Any, Any, Any, Any, int]:
+    given: list[Any] = [*node.args, *[None, [1, 1], [0, 0], [1, 1], 1][len(node.args) - 2 :]]
+    x, weight, bias, stride, padding, dilation, groups = given
+    pairs = [pair * 2 if len(pair) == 1 else pair for pair in (list(stride), list(padding), list(dilation))]
+    return x, weight, bias, *pairs, groups
+
+
+# --------------------------------------------------------------------------------------------------- the module
+
+
+class CompactModel(nn.Module):
+    """A network that evaluates its gates and computes only what is open, image by image. For inference."""
+
+    def __init__(self, program: fx.GraphModule, report: Report, tau: float) -> None:
+        super().__init__()
+        self.program = program
+        self.report = report
+        self._tau = tau
+        self.tau = tau
+        self.eval()
+
+    @property
+    def tau(self) -> float:
+        """Gates that depend on the image are open where p > tau. Can be moved at any time."""
+        return self._tau
+
+    @tau.setter
+    def tau(self, tau: float) -> None:
+        if not 0 <= tau <= 1:
+            raise HeadgateError(f"tau={tau}: a gate is open where its probability is above tau, so tau lies in 0..1")
+        self._tau = tau
+        for module in self.program.modules():
+            if isinstance(module, GateSite):
+                module.threshold = _logit(tau)
+
+    def forward(self, *args: Any) -> Any:
+        """What the gated network returns in eval mode."""
+        with torch.no_grad():
+            return self.program(*args)
+
+    def train(self, mode: bool = True) -> CompactModel:
+        """It stays in eval mode: it can't be trained."""
+        self.training = False
+        return self
+
+    def extra_repr(self) -> str:
+        return f"tau={self.tau:g}, {len(self.report.fast)} layers by the kernel, {len(self.report.dense)} dense"
+
+
+def compact(
+    model: nn.Module, graph: ChannelGraph, dynamic: DynamicGates, decided: Decisions, tau: float, example: Tensor,
+) -> CompactModel:  # fmt: skip
+    """The conditional network in its fast form. `decided` are the gates that are parameters."""
+    fate = gates_over_all_images(dynamic, graph, decided, tau)
+    left = _left_after_folding(graph, fate)
+    net = build(model, make_plan(graph, left, dead_branches(graph, left))).eval()
+    program = _exported(net, example)
+    lowering = _Lowering(program, graph, left, fate, dynamic)
+    lowering.carry_out()
+    return CompactModel(program, Report(tuple(dict.fromkeys(lowering.fast)), lowering.dense), tau)
+
+
+def _exported(net: nn.Module, example: Tensor) -> fx.GraphModule:
+    """The network's operators, for any number of images, none of them in place."""
+    two = torch.cat([example[:1], example[:1]])  # one image would be taken for a constant
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        any_number = torch.export.ShapesCollection()
+        any_number[two] = {0: torch.export.Dim("batch")}
+        try:
+            exported = torch.export.export(net, (two,), dynamic_shapes=any_number, strict=False)
+            program = exported.run_decompositions({}).module()
+        except Exception as error:
+            raise HeadgateError(
+                f"torch.export can't take this network apart ({type(error).__name__}: {str(error).splitlines()[0]}): "
+                "use the gated model itself"
+            ) from error
+    assert isinstance(program, fx.GraphModule)
+    return program

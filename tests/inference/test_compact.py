@@ -1,0 +1,193 @@
+"""The compact network answers as the gated one does, whatever is open, for any number of images."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import headgate
+from headgate.errors import HeadgateError, NotDecided, ShrinkMismatch
+from headgate.gates.dynamic import GateNetwork
+from headgate.inference import compact as compact_module
+from headgate.inference.compact import ALWAYS, DEPENDS, NEVER, GateSite, gates_over_all_images
+from headgate.models import cifar_resnet20
+from tests.gates.test_dynamic import opinionated_, sites_of, two_blocks
+from tests.networks import NETWORKS, example
+from tests.oracle import difference, randn, randomize_
+
+NOT_EXPORTED: set[str] = set()
+CLOSE = 2e-5
+
+
+def opinionated(make, inputs, **options) -> headgate.GatedModel:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    return opinionated_(headgate.gate(randomize_(make()), inputs, kind="dynamic", target=0.9, **options)).eval()
+
+
+def compare(gated: headgate.GatedModel, fast: nn.Module, shape: tuple[int, ...], images: int, seed: int) -> None:
+    x = randn(images, *shape, seed=seed)
+    expected = gated(x)
+    looked = [number for group in gated._groups for number in group.masks]
+    p = torch.cat([gated._last.probabilities[number].reshape(-1) for number in looked])
+    if 0 < fast.tau < 1 and bool(((p.logit() - torch.tensor(fast.tau).logit()).abs() < 1e-3).any()):
+        return compare(gated, fast, shape, images, seed + 100)  # a gate on the edge: rounding decides
+    assert difference(expected, fast(x)) < CLOSE
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_it_answers_as_the_gated_network_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = NETWORKS[name]
+    monkeypatch.setattr(GateNetwork, "macs", 0)
+    if not sites_of(name) or len(case.inputs) > 1:
+        return
+    gated = opinionated(case.make, example(case)[0])
+    gated.gates.set_probabilities(torch.ones(gated._fixed.count))
+    try:
+        fast = gated.compact()
+    except HeadgateError as error:
+        assert "torch.export" in str(error) and name in NOT_EXPORTED, error  # the one thing that may be refused
+        return
+    assert name not in NOT_EXPORTED
+    for images, seed in ((1, 5), (4, 6)):
+        compare(gated, fast, case.inputs[0], images, seed)
+    for tau in (0.0, 0.7, 0.9999):  # all open, fewer, all closed that may close
+        fast.tau = tau
+        compare(gated.strategy("threshold", tau=tau), fast, case.inputs[0], 3, 7)
+
+
+@pytest.mark.parametrize(
+    "options", [{"stream": "shared"}, {"granularity": "layer"}, {"granularity": 4}, {"static": ["layer1", "layer2.1"]}]
+)
+def test_every_form_of_gates(options: dict[str, object]) -> None:
+    gated = opinionated(cifar_resnet20, randn(1, 3, 32, 32), **options)
+    if "static" in options:
+        names = [gated.graph.masks[number] for number in gated._fixed.masks]
+        gated.set_gate_probabilities({mask.name: torch.rand(mask.size) for mask in names})
+    fast = gated.compact()
+    for images in (1, 5):
+        compare(gated, fast, (3, 32, 32), images, images)
+    assert set(fast.report.dense) <= {"linear"}
+    assert len(fast.report.fast) >= 18
+
+
+def test_what_is_closed_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is handed exactly the gates of each image."""
+    gated = opinionated(cifar_resnet20, randn(1, 3, 32, 32))
+    fast = gated.compact()
+    seen: list[tuple[int, int, int]] = []
+    plain = compact_module.op._on_cpu
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.headgate.masked_conv2d.default:
+                x, weight, _, in_mask, out_mask = args[:5]
+                reads = weight.shape[1] * len(x) if in_mask is None else int(in_mask.sum())
+                writes = weight.shape[0] * len(x) if out_mask is None else int(out_mask.sum())
+                seen.append((reads, writes, weight.shape[0]))
+            return func(*args, **(kwargs or {}))
+
+    x = randn(1, 3, 32, 32, seed=4)
+    with Watch(), torch.no_grad():
+        fast(x)
+    gated(x)
+    gates = gated._last.gates_BG[0].bool().numpy()
+    dead = {
+        number
+        for number, branch in enumerate(gated.graph.branches)
+        if any(not gates[gated.graph.masks[m].gates].any() for m in branch.masks)
+    }
+    expected = []
+    for item in gated.graph.costs:
+        if item.name.startswith("layer"):
+            lives = not dead.intersection(item.branches)
+            expected.append(tuple(int(gates[side].sum()) * lives for side in (item.reads, item.writes)))
+    found = [(reads * bool(writes), writes) for reads, writes, _ in seen]
+    assert [w for _, w in found] == [w for _, w in expected]
+    assert [r for (r, w) in found if w] == [r for (r, w) in expected if w]
+    assert plain is not None
+
+
+def sure_(gated: headgate.GatedModel, open_gates: np.ndarray) -> None:
+    """Make some gates the same for every image."""
+    for site, network in zip(gated.dynamic.sites, gated.dynamic.networks, strict=True):
+        start = 0
+        with torch.no_grad():
+            for number in site.masks:
+                mask = gated.graph.masks[number]
+                for gate in range(0, mask.size, 2):
+                    network.head.weight[start + gate] = 0
+                    network.head.bias[start + gate] = 5.0 if open_gates[mask.first + gate] else -5.0
+                start += mask.size
+
+
+def test_gates_that_never_change_are_folded_away() -> None:
+    gated = opinionated(cifar_resnet20, randn(1, 3, 32, 32))
+    open_gates = np.random.default_rng(0).random(gated.graph.gate_count) < 0.4
+    sure_(gated, open_gates)
+    fate = gates_over_all_images(gated.dynamic, gated.graph, gated._decide(), 0.5)
+    for mask in gated.graph.masks:
+        even = np.arange(mask.first, mask.gates.stop, 2)
+        assert (fate[even] == np.where(open_gates[even], ALWAYS, NEVER)).all()
+    fast = gated.compact()
+    for images in (1, 4):
+        compare(gated, fast, (3, 32, 32), images, images)
+    widths = [
+        buffer.shape[0]
+        for name, buffer in fast.program.named_buffers()
+        if name.endswith("_weight") and "compact" in name
+    ]
+    inner = next(mask for mask in gated.graph.masks if mask.name == "layer1.0.conv1")
+    assert widths[0] == 16 - int((fate[inner.gates] == NEVER).sum()) < 16
+
+
+def test_a_network_whose_gates_are_all_sure_has_no_gate_networks() -> None:
+    gated = opinionated(two_blocks, randn(1, 3, 8, 8))
+    for network in gated.dynamic.networks:
+        with torch.no_grad():
+            network.head.weight.zero_()
+            network.head.bias.copy_(torch.where(torch.arange(len(network.head.bias)) % 3 == 0, -4.0, 4.0))
+    fast = gated.compact()
+    assert not any(isinstance(module, GateSite) for module in fast.modules())
+    for images in (1, 3):
+        compare(gated, fast, (3, 8, 8), images, images)
+
+
+def test_a_gate_is_only_sure_where_no_image_could_change_it() -> None:
+    gated = opinionated(two_blocks, randn(1, 3, 8, 8))
+    network = gated.dynamic.networks[0]
+    with torch.no_grad():
+        network.head.weight[0], network.head.bias[0] = -1.0, -3.0  # only ever lower
+        network.head.weight[1], network.head.bias[1] = 1.0, -3.0  # closed as a rule, not always
+        network.head.weight[2], network.head.bias[2] = 1.0, 3.0
+    first = gated.graph.masks[gated.dynamic.sites[0].masks[0]].first
+    fate = gates_over_all_images(gated.dynamic, gated.graph, gated._decide(), 0.5)
+    assert fate[first : first + 3].tolist() == [NEVER, DEPENDS, ALWAYS]
+
+
+def test_what_can_not_be_compact_is_told() -> None:
+    static = headgate.gate(two_blocks(), randn(1, 3, 8, 8))
+    with pytest.raises(NotDecided, match="shrink"):
+        static.compact()
+    gated = opinionated(two_blocks, randn(1, 3, 8, 8))
+    with pytest.raises(NotDecided, match="draws gates"):
+        gated.strategy("sample").compact()
+    fast = gated.strategy("threshold").compact()
+    with pytest.raises(HeadgateError, match="tau=2"):
+        fast.tau = 2.0
+    assert fast.train().training is False
+
+
+def test_a_wrong_compact_network_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = opinionated(two_blocks, randn(1, 3, 8, 8))
+    monkeypatch.setattr(compact_module, "fuse_conv_bn_weights", lambda w, b, *rest: (w, torch.zeros(len(w))))
+    with pytest.raises(ShrinkMismatch, match="differs"):
+        gated.compact()
+
+
+def test_compact_networks_can_be_exported_and_compiled() -> None:
+    fast = opinionated(two_blocks, randn(1, 3, 8, 8)).compact()
+    x = randn(2, 3, 8, 8, seed=8)
+    exported = torch.export.export(fast.program, (x,), strict=False).module()
+    assert difference(fast(x), exported(x)) < CLOSE
