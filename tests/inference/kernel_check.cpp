@@ -33,7 +33,7 @@ int main() {
     bool has_add = random() % 2, relu = random() % 2;
     for (int level = 0; level <= headgate_level(); ++level) {
       headgate_conv2d(x.get(), w.get(), bias.get(), has_add ? add.get() : nullptr, y.get(), in.get(), C, out.get(), K,
-                      numbers, relu, 1 + round % 2, level);
+                      numbers, relu, 0, 1 + round % 2, level);
       for (int64_t b = 0; b < B; ++b)
         for (int64_t k = 0; k < K; ++k)
           for (int64_t i = 0; i < OH; ++i)

@@ -72,16 +72,15 @@ def test_every_form_of_gates(options: dict[str, object]) -> None:
     assert len(fast.report.fast) >= 18
 
 
-def test_what_is_closed_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_closed_is_not_computed() -> None:
     """The kernel is handed exactly the gates of each image."""
     gated = opinionated(cifar_resnet20, randn(1, 3, 32, 32))
     fast = gated.compact()
     seen: list[tuple[int, int, int]] = []
-    plain = compact_module.op._on_cpu
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func is torch.ops.headgate.masked_conv2d.default:
+            if func in (torch.ops.headgate.masked_conv2d.default, torch.ops.headgate.masked_conv2d_add_.default):
                 x, weight, _, in_mask, out_mask = args[:5]
                 reads = weight.shape[1] * len(x) if in_mask is None else int(in_mask.sum())
                 writes = weight.shape[0] * len(x) if out_mask is None else int(out_mask.sum())
@@ -106,7 +105,6 @@ def test_what_is_closed_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None
     found = [(reads * bool(writes), writes) for reads, writes, _ in seen]
     assert [w for _, w in found] == [w for _, w in expected]
     assert [r for (r, w) in found if w] == [r for (r, w) in expected if w]
-    assert plain is not None
 
 
 def sure_(gated: headgate.GatedModel, open_gates: np.ndarray) -> None:

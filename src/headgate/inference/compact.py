@@ -114,43 +114,26 @@ class GateSite(nn.Module):
         self.site = site
         self.threshold = 0.0
         self.sizes = [int(left[mask.gates].sum()) for mask in masks]
-        self.immortal = [place for place, mask in enumerate(masks) if not mask.may_die]
+        self.immortal = [int(not mask.may_die) for mask in masks]
         place_of = {number: place for place, number in enumerate(site.masks)}
-        self.dying = [
-            [place_of[number] for number in gated.masks]
-            for gated in graph.branches
-            if all(number in place_of for number in gated.masks)
-        ]
+        self.groups: list[int] = []
+        """The masks of each branch that dies with them, by their places, -1 behind each branch."""
+        for gated in graph.branches:
+            if all(number in place_of for number in gated.masks):
+                self.groups += [*(place_of[number] for number in gated.masks), -1]
 
-    def forward(self, x: Tensor, arriving: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, arriving: Tensor | None = None) -> list[Tensor]:
         """One (images, gates) mask for each mask of the site. Masks of a branch that dies are closed altogether.
 
         `arriving` is the mask of the channels of `x` that was decided before, where there is one.
         """
-        means = pooled(x, self.site, len(x))
-        if arriving is not None:
-            means = means * arriving
-        hidden = torch.relu(nn.functional.linear(means, self.trunk_weight, self.trunk_bias))  # type: ignore[arg-type]
-        logits = nn.functional.linear(hidden, self.head_weight, self.head_bias)  # type: ignore[arg-type]
-        parts = list((logits > self.threshold).split(self.sizes, 1))
-        scores = logits.split(self.sizes, 1)
-        for place in self.immortal:
-            parts[place] = _with_one_open(parts[place], scores[place])
-        for places in self.dying:
-            alive = parts[places[0]].any(1, keepdim=True)
-            for place in places[1:]:
-                alive = alive & parts[place].any(1, keepdim=True)
-            for place in places:
-                parts[place] = parts[place] & alive
-        return tuple(part.contiguous() for part in parts)
-
-
-def _with_one_open(gates: Tensor, scores: Tensor) -> Tensor:
-    closed = ~gates.any(1, keepdim=True)
-    if not torch.compiler.is_compiling() and not bool(closed.any()):
-        return gates
-    likeliest = nn.functional.one_hot(scores.argmax(1), scores.shape[1]).bool()
-    return gates | (likeliest & closed)
+        if self.site.axis % x.dim() != 1 or self.site.batch_axis != 0:
+            x = pooled(x, self.site, len(x))
+        masks: list[Tensor] = torch.ops.headgate.gate_masks(
+            x, arriving, self.trunk_weight, self.trunk_bias, self.head_weight, self.head_bias, self.threshold,
+            self.sizes, self.immortal, self.groups,
+        )  # fmt: skip
+        return masks
 
 
 def join_masks(parts: Sequence[Tensor], index: Tensor) -> Tensor:
@@ -241,6 +224,8 @@ class _Lowering:
                     self._mask_input(node, reads, reader.axis, reader.batch_axis)
         self._mask_outputs()
         self.ops.eliminate_dead_code()
+        self._pool()
+        self._add_in_place()
         self.ops.lint()
         self.program.recompile()
 
@@ -385,7 +370,9 @@ class _Lowering:
                 weight_t, bias_t = folded
                 last, name = after, (_modules_around(norm) or (name,))[-1]
         if not self._is_masked(item):
-            return None  # nothing to gain: torch's own convolution
+            if last is not node:
+                self._plain_conv(node, last, weight_t, bias_t)
+            return None
         self.covered |= {item.name, name}
         residual, relu = None, False
         add = _only_user(last)
@@ -412,6 +399,17 @@ class _Lowering:
         self.fast.append(item.name)
         return None
 
+    def _plain_conv(self, node: fx.Node, last: fx.Node, weight: Tensor, bias: Tensor | None) -> None:
+        """A convolution without masks is torch's own; only its BatchNorm goes."""
+        name = f"folded_{node.name}"
+        constants = [self._constant(f"{name}_weight", weight)]
+        if bias is not None:
+            constants.append(self._constant(f"{name}_bias", bias))
+        with self.ops.inserting_before(node):
+            made = self.ops.call_function(aten.conv2d.default, (node.args[0], *constants, *node.args[3:]))
+        made.meta.update(last.meta)
+        last.replace_all_uses_with(made)
+
     def _tensor(self, node: Any) -> Tensor | None:
         """The parameter or buffer that a node stands for."""
         if not isinstance(node, fx.Node) or node.op != "get_attr":
@@ -430,6 +428,42 @@ class _Lowering:
         eps: Any = norm.args[6]
         new_weight, new_bias = fuse_conv_bn_weights(weight, bias, mean, var, eps, gamma, beta)
         return new_weight.detach(), new_bias.detach()
+
+    # ------------------------------------------------------------------------------------------ less memory
+
+    def _pool(self) -> None:
+        """Torch's max pooling also writes down where the maxima were."""
+        for node in list(self.ops.nodes):
+            if node.target is not aten.max_pool2d.default:
+                continue
+            defaults: list[Any] = [None, [0], [1], False]
+            x, kernel, stride, padding, dilation, ceil = [*node.args, *defaults[len(node.args) - 2 :]]
+            pairs = [_pair(size) for size in (kernel, stride or kernel, padding, dilation)]
+            if pairs[3] == [1, 1] and not ceil and _dims(node) == 4:
+                node.target, node.args = torch.ops.headgate.max_pool2d.default, (x, *pairs[:3])
+
+    def _add_in_place(self) -> None:
+        """Where nobody reads the residual any more, the sum takes its place: closed channels then cost nothing."""
+        order = {node: place for place, node in enumerate(self.ops.nodes)}
+        for node in list(self.ops.nodes):
+            if node.target is not torch.ops.headgate.masked_conv2d.default or node.args[5] is None:
+                continue
+            residual, relu = node.args[5], node.args[9]
+            assert isinstance(residual, fx.Node)
+            others = [user for user in residual.users if user is not node]
+            if residual.target not in _FRESH or any(order[user] > order[node] for user in others):
+                continue
+            if node.args[0] is residual:
+                continue
+            with self.ops.inserting_before(node):
+                added = self.ops.call_function(
+                    torch.ops.headgate.masked_conv2d_add_.default, (*node.args, _is_rectified(residual))
+                )
+            order[added] = order[node]
+            if relu:
+                residual.meta["headgate_rectified"] = True
+            node.replace_all_uses_with(residual)
+            self.ops.erase_node(node)
 
     # ------------------------------------------------------------------------------------- dense and masked
 
@@ -480,6 +514,32 @@ def _is_layer_call(node: fx.Node) -> bool:
     )
 
 
+_FRESH = {
+    torch.ops.headgate.masked_conv2d.default, torch.ops.headgate.max_pool2d.default, aten.relu.default,
+    aten.conv2d.default, aten.add.Tensor,
+}  # fmt: skip
+"""Operators whose result is memory of its own."""
+
+
+def _is_rectified(node: fx.Node) -> bool:
+    """Whether a node's values are known not to be negative."""
+    if node.meta.get("headgate_rectified") or node.target is aten.relu.default:
+        return True
+    if node.target is torch.ops.headgate.max_pool2d.default:
+        return isinstance(node.args[0], fx.Node) and _is_rectified(node.args[0])
+    return node.target is torch.ops.headgate.masked_conv2d.default and bool(node.args[9])
+
+
+def _pair(size: Any) -> list[int]:
+    numbers = [size] if isinstance(size, int) else list(size)
+    return numbers * 2 if len(numbers) == 1 else numbers
+
+
+def _dims(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
@@ -499,8 +559,7 @@ def _same_shape(first: fx.Node, second: fx.Node) -> bool:
 def _conv_arguments(node: fx.Node) -> tuple[Any, Any, Any, Any, Any, Any, int]:
     given: list[Any] = [*node.args, *[None, [1, 1], [0, 0], [1, 1], 1][len(node.args) - 2 :]]
     x, weight, bias, stride, padding, dilation, groups = given
-    pairs = [pair * 2 if len(pair) == 1 else pair for pair in (list(stride), list(padding), list(dilation))]
-    return x, weight, bias, *pairs, groups
+    return x, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
 
 
 # --------------------------------------------------------------------------------------------------- the module
@@ -566,7 +625,8 @@ def _exported(net: nn.Module, example: Tensor) -> fx.GraphModule:
         any_number = torch.export.ShapesCollection()
         any_number[two] = {0: torch.export.Dim("batch")}
         try:
-            exported = torch.export.export(net, (two,), dynamic_shapes=any_number, strict=False)
+            shapes: Any = any_number
+            exported = torch.export.export(net, (two,), dynamic_shapes=shapes, strict=False)
             program = exported.run_decompositions({}).module()
         except Exception as error:
             raise HeadgateError(

@@ -3,15 +3,18 @@
 // y[b, k] = act(bias[k] + sum over open c of w[k, c] * x[b, c] + residual[b, k])   where k is open in image b
 // y[b, k] = act(residual[b, k]), or 0 without a residual                           where k is closed
 //
-// NCHW float32, weights OIHW where they lie. What an image reads is a list of (place in its input, place in a row of
-// weights): one entry for each open input channel and tap. A 1x1 convolution of stride 1 reads the input itself; all
-// others read a copy of the open channels, padded, and for stride 2 split into even and odd rows and columns, so that
-// every tap of a run of output pixels is a run of input pixels. A tile of R output channels by V vectors of pixels
-// stays in registers while the list is walked; the list is cut into parts whose pixels fit the first-level cache.
+// NCHW float32, weights OIHW where they lie. What an image reads is a list of (place of pixels, place in a row of
+// weights): one entry for each open input channel and tap. A 1x1 convolution packs the pixels of a run side by side,
+// channel after channel; all others read a copy of the open channels, padded, and for stride 2 split into even and odd
+// rows and columns, so that every tap of a run of output pixels is a run of input pixels. A tile of R output channels
+// by V vectors of pixels stays in registers while the list is walked; the list is cut into parts whose pixels fit the
+// first-level cache.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
@@ -29,13 +32,19 @@ struct Tile {
   const int32_t* x_places;   // of each entry of the list
   const int32_t* w_places;
   int64_t entries;
-  const float* const* w_rows;  // R rows of weights
-  float* const* sums;          // R rows of partial sums
-  bool first;                  // nothing summed up yet: begin with the bias
-  const float* bias;           // R values
+  const float* const* w_rows;         // R rows of weights
+  float* const* sums;                 // R rows of partial sums
+  const float* bias;                  // R values
+  float* const* out;                  // R rows of the output, and what is added to them (or null)
+  const float* const* residual;
+  bool first;                         // nothing summed up yet: begin with the bias
+  bool last;                          // all summed up: residual, activation, output
+  bool relu;
 };
 
-constexpr int64_t ENTRIES_A_PART = 160;
+constexpr int64_t ENTRIES_A_PART = 192;
+constexpr int64_t TILE_VECTORS = 4;
+constexpr int64_t MOST_ROWS = 8;
 
 #define HEADGATE_KERNEL_NAMESPACE portable
 #define HEADGATE_TARGET
@@ -87,52 +96,93 @@ int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step
 
 // Where the taps of a convolution find their pixels in the copy of one channel.
 struct Copy {
-  int64_t phases_h, phases_w;  // even and odd rows, columns
+  int64_t phases_h, phases_w;  // even and odd rows, columns: as many as taps ask for
   int64_t rows, columns;       // of one phase
   int64_t phase;               // floats of one phase
   int64_t plane;               // floats of one channel
   int64_t run;                 // output pixels of one channel as they are computed: rows of `columns`, some not needed
 };
 
+// How many phases the taps of one direction fall into; they are numbered as the remainders are if all are needed.
+int64_t phases_of(int64_t kernel, int64_t dilation, int64_t stride) {
+  if (kernel == 1 || dilation % stride == 0) return 1;
+  return stride;
+}
+
 Copy copy_of(const Shape& s, int64_t lanes, bool flat) {
   Copy copy{};
-  copy.phases_h = s.stride_h;
-  copy.phases_w = s.stride_w;
+  copy.phases_h = phases_of(s.kernel_h, s.dilation_h, s.stride_h);
+  copy.phases_w = phases_of(s.kernel_w, s.dilation_w, s.stride_w);
   int64_t reach_h = (s.kernel_h - 1) * s.dilation_h, reach_w = (s.kernel_w - 1) * s.dilation_w;
   copy.rows = s.out_height + reach_h / s.stride_h;
   copy.columns = s.out_width + reach_w / s.stride_w;
   copy.run = flat ? s.out_height * s.out_width : (s.out_height - 1) * copy.columns + s.out_width;
   // the last vector of a run may read beyond it
-  copy.phase = round_up(copy.rows * copy.columns + 4 * lanes, lanes);
+  copy.phase = round_up(copy.rows * copy.columns + TILE_VECTORS * lanes, lanes);
   copy.plane = copy.phase * copy.phases_h * copy.phases_w;
   return copy;
 }
 
 void copy_channel(const Shape& s, const Copy& copy, const float* from, float* to) {
-  std::memset(to, 0, sizeof(float) * copy.plane);
   for (int64_t ph = 0; ph < copy.phases_h; ++ph)
     for (int64_t pw = 0; pw < copy.phases_w; ++pw) {
       float* phase = to + (ph * copy.phases_w + pw) * copy.phase;
       for (int64_t r = 0; r < copy.rows; ++r) {
-        int64_t y = r * s.stride_h + ph - s.pad_h;
-        if (y < 0 || y >= s.height) continue;
+        const int64_t y = r * s.stride_h + ph - s.pad_h;
         float* row = phase + r * copy.columns;
-        const float* line = from + y * s.width;
-        if (s.stride_w == 1) {
-          int64_t first = std::max<int64_t>(0, s.pad_w), last = std::min(copy.columns, s.width + s.pad_w);
-          if (last > first) std::memcpy(row + first, line + first - s.pad_w, sizeof(float) * (last - first));
-        } else {
-          for (int64_t q = 0; q < copy.columns; ++q) {
-            int64_t x = q * s.stride_w + pw - s.pad_w;
-            if (x >= 0 && x < s.width) row[q] = line[x];
-          }
+        if (y < 0 || y >= s.height) {
+          std::memset(row, 0, sizeof(float) * copy.columns);
+          continue;
         }
+        const float* line = from + y * s.width;
+        // column q holds the pixel q * stride + pw - pad: the first and the last that exist
+        const int64_t shift = s.pad_w - pw;
+        int64_t first = shift <= 0 ? 0 : (shift + s.stride_w - 1) / s.stride_w;
+        int64_t last = s.width - 1 + shift < 0 ? 0 : (s.width - 1 + shift) / s.stride_w + 1;
+        first = std::min(first, copy.columns);
+        last = std::max(first, std::min(last, copy.columns));
+        std::memset(row, 0, sizeof(float) * first);
+        if (s.stride_w == 1)
+          std::memcpy(row + first, line + first - shift, sizeof(float) * (last - first));
+        else
+          for (int64_t q = first; q < last; ++q) row[q] = line[q * s.stride_w - shift];
+        std::memset(row + last, 0, sizeof(float) * (copy.columns - last));
       }
+      const int64_t used = copy.rows * copy.columns;
+      std::memset(phase + used, 0, sizeof(float) * (copy.phase - used));
     }
 }
 
+// Memory that is kept from call to call, each thread its own.
+class Scratch {
+ public:
+  float* at_least(size_t floats) {
+    if (floats > size_) {
+      data_.reset();  // first, so that both are never held at once
+      data_.reset(new float[floats]);
+      size_ = floats;
+    }
+    return data_.get();
+  }
+
+ private:
+  std::unique_ptr<float[]> data_;
+  size_t size_ = 0;
+};
+thread_local Scratch shared_copies, own_copies, own_sums, own_pack;
+
+// Where packed pixels lie: entry after entry.
+struct PackedPlaces {
+  int32_t of[TILE_VECTORS + 1][ENTRIES_A_PART];
+  explicit PackedPlaces(int64_t lanes) {
+    for (int64_t v = 0; v <= TILE_VECTORS; ++v)
+      for (int64_t e = 0; e < ENTRIES_A_PART; ++e) of[v][e] = static_cast<int32_t>(e * v * lanes);
+  }
+};
+
+// The open channels of an image, and the list of what is read for each output.
 struct Image {
-  std::vector<int32_t> inputs, outputs;   // open channels
+  std::vector<int32_t> inputs, outputs;
   std::vector<int32_t> x_places, w_places;
 };
 
@@ -142,6 +192,166 @@ void list_open(const uint8_t* mask, int64_t count, std::vector<int32_t>& open) {
     if (mask == nullptr || mask[c]) open.push_back(static_cast<int32_t>(c));
 }
 
+// One call: everything that is the same for all images.
+struct Job {
+  Shape s;
+  Level level;
+  int64_t lanes, in_plane, out_plane, taps, vectors, runs;
+  bool flat;    // output pixels are computed in their order, without gaps
+  bool packed;  // 1x1: nothing is copied but the pixels of a run
+  bool relu;
+  Copy copy;
+  const float *x, *w, *bias, *residual;
+  float* y;
+  const uint8_t *in_mask, *out_mask;
+  int64_t in_mask_stride, out_mask_stride;
+  bool closed_is_done;  // closed outputs hold what they should already
+
+  void read_masks(int64_t b, Image& image) const {
+    list_open(in_mask ? in_mask + b * in_mask_stride : nullptr, s.in_channels, image.inputs);
+    list_open(out_mask ? out_mask + b * out_mask_stride : nullptr, s.out_channels, image.outputs);
+    const size_t entries = image.outputs.empty() ? 0 : image.inputs.size() * taps;
+    image.x_places.resize(entries);
+    image.w_places.resize(entries);
+    size_t e = 0;
+    for (size_t i = 0; e < entries; ++i)
+      for (int64_t kh = 0; kh < s.kernel_h; ++kh)
+        for (int64_t kw = 0; kw < s.kernel_w; ++kw, ++e) {
+          const int64_t dh = kh * s.dilation_h, dw = kw * s.dilation_w;
+          const int64_t ph = copy.phases_h == 1 ? 0 : dh % s.stride_h, pw = copy.phases_w == 1 ? 0 : dw % s.stride_w;
+          const int64_t place = packed ? image.inputs[i] * in_plane
+                                       : static_cast<int64_t>(i) * copy.plane + (ph * copy.phases_w + pw) * copy.phase +
+                                             (dh / s.stride_h) * copy.columns + dw / s.stride_w;
+          image.x_places[e] = static_cast<int32_t>(place);
+          image.w_places[e] = static_cast<int32_t>(image.inputs[i] * taps + kh * s.kernel_w + kw);
+        }
+  }
+
+  size_t copied(const Image& image) const {
+    return packed || image.outputs.empty() ? 0 : image.inputs.size() * copy.plane;
+  }
+
+  void copy_input(int64_t b, const Image& image, int64_t i, float* copies) const {
+    copy_channel(s, copy, x + (b * s.in_channels + image.inputs[i]) * in_plane, copies + i * copy.plane);
+  }
+
+  // The pixels [pixel, pixel + width) of some entries, side by side; zeros behind the last pixel.
+  void pack(const float* image_x, const int32_t* places, int64_t entries, int64_t pixel, int64_t width,
+            float* to) const {
+    const int64_t count = std::min(width, out_plane - pixel);
+    for (int64_t e = 0; e < entries; ++e, to += width) {
+      const float* from = image_x + places[e];
+      if (s.stride_h == 1 && s.stride_w == 1) {
+        if (e + 8 < entries) {
+          const float* soon = image_x + places[e + 8] + pixel;
+          __builtin_prefetch(soon);
+          __builtin_prefetch(soon + 16);
+        }
+        std::memcpy(to, from + pixel, sizeof(float) * count);
+      } else {
+        int64_t row = pixel / s.out_width, column = pixel % s.out_width;
+        for (int64_t p = 0; p < count;) {
+          const int64_t stop = std::min(count, p + s.out_width - column);
+          const float* line = from + row * s.stride_h * s.width + column * s.stride_w;
+          for (; p < stop; ++p, line += s.stride_w) to[p] = *line;
+          ++row, column = 0;
+        }
+      }
+      if (count < width) std::memset(to + count, 0, sizeof(float) * (width - count));
+    }
+  }
+
+  // Runs of pixels [first_run, last_run) of the open outputs [first_out, last_out) of an image.
+  void compute(int64_t b, const Image& image, const float* copies, int64_t first_run, int64_t last_run,
+               int64_t first_out, int64_t last_out) const {
+    if (last_out <= first_out) return;
+    const float* image_x = x + b * s.in_channels * in_plane;
+    static const PackedPlaces packed_places[] = {PackedPlaces(4), PackedPlaces(8), PackedPlaces(16)};
+    float* pack_room = packed ? own_pack.at_least(ENTRIES_A_PART * TILE_VECTORS * lanes) : nullptr;
+    const int64_t entries = image.x_places.size();
+    const int64_t parts = std::max<int64_t>(1, (entries + ENTRIES_A_PART - 1) / ENTRIES_A_PART);
+    const int64_t room_row = TILE_VECTORS * lanes;
+    float* room = own_sums.at_least((last_out - first_out) * room_row);
+    float* outs[MOST_ROWS];
+    float* sums[MOST_ROWS];
+    const float* w_rows[MOST_ROWS];
+    const float* adds[MOST_ROWS];
+    float biases[MOST_ROWS];
+    for (int64_t run = first_run; run < last_run; ++run) {
+      const int64_t v = std::min(TILE_VECTORS, vectors - run * TILE_VECTORS);
+      const int64_t width = v * lanes;
+      const int64_t pixel = run * TILE_VECTORS * lanes;
+      const bool straight = flat && pixel + width <= out_plane;
+      const int64_t most_rows = rows_of(level, v);
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t first = entries * part / parts, last = entries * (part + 1) / parts;
+        if (packed) pack(image_x, image.x_places.data() + first, last - first, pixel, width, pack_room);
+        const float* pixels = packed ? pack_room : copies + pixel;
+        const int32_t* places = packed ? packed_places[level].of[v] : image.x_places.data() + first;
+        for (int64_t k = first_out; k < last_out; k += most_rows) {
+          const int64_t rows = std::min(most_rows, last_out - k);
+          for (int64_t r = 0; r < rows; ++r) {
+            const int64_t channel = image.outputs[k + r];
+            const int64_t start = (b * s.out_channels + channel) * out_plane + pixel;
+            w_rows[r] = w + channel * s.in_channels * taps;
+            sums[r] = room + (k + r - first_out) * room_row;
+            biases[r] = bias ? bias[channel] : 0.0f;
+            outs[r] = y + start;
+            adds[r] = residual ? residual + start : nullptr;
+          }
+          run_tile(level, v, rows,
+                   Tile{pixels, places, image.w_places.data() + first, last - first, w_rows, sums, biases, outs, adds,
+                        part == 0, straight && part + 1 == parts, relu});
+        }
+      }
+      if (!straight)
+        for (int64_t k = first_out; k < last_out; ++k)
+          scatter(room + (k - first_out) * room_row, (b * s.out_channels + image.outputs[k]) * out_plane, pixel,
+                  std::min(pixel + width, copy.run));
+    }
+  }
+
+  // From computed runs to the output's pixels; residual and activation on the way.
+  void scatter(const float* sum, int64_t channel, int64_t pixel, int64_t stop) const {
+    const int64_t columns = flat ? copy.run : copy.columns, useful_columns = flat ? copy.run : s.out_width;
+    for (int64_t p = pixel; p < stop;) {
+      const int64_t row = p / columns, column = p % columns;
+      const int64_t count = std::min(stop - p, columns - column);
+      const int64_t useful = std::max<int64_t>(0, std::min(count, useful_columns - column));
+      const int64_t place = channel + row * useful_columns + column;
+      finish(sum + p - pixel, place, useful);
+      p += count;
+    }
+  }
+
+  void finish(const float* sum, int64_t place, int64_t count) const {
+    for (int64_t q = 0; q < count; ++q) {
+      const float value = sum[q] + (residual ? residual[place + q] : 0.0f);
+      y[place + q] = relu && value < 0.0f ? 0.0f : value;
+    }
+  }
+
+  void close(int64_t b, int64_t k) const {
+    if (closed_is_done || out_mask == nullptr || out_mask[b * out_mask_stride + k]) return;
+    const int64_t place = (b * s.out_channels + k) * out_plane;
+    if (!residual) {
+      std::memset(y + place, 0, sizeof(float) * out_plane);
+      return;
+    }
+    for (int64_t p = place; p < place + out_plane; ++p) y[p] = relu && residual[p] < 0.0f ? 0.0f : residual[p];
+  }
+
+  // A whole image, by one thread.
+  void whole(int64_t b, Image& image) const {
+    read_masks(b, image);
+    float* copies = own_copies.at_least(copied(image));
+    if (copied(image))
+      for (size_t i = 0; i < image.inputs.size(); ++i) copy_input(b, image, i, copies);
+    compute(b, image, copies, 0, runs, 0, image.outputs.size());
+    for (int64_t k = 0; k < s.out_channels; ++k) close(b, k);
+  }
+};
+
 }  // namespace
 
 extern "C" {
@@ -149,151 +359,77 @@ extern "C" {
 int headgate_level() { return best_level(); }
 
 // Masks hold a byte for each image and channel (0: closed), or one row for all images (stride 0), or are null: all open.
-// Scratch memory is allocated here. Returns 0, or -1 if memory ran out.
+// `y` may be the residual itself; with `rectified`, the residual has no negative values. Returns 0, or -1 if memory ran
+// out.
 int headgate_conv2d(const float* x, const float* w, const float* bias, const float* residual, float* y,
                     const uint8_t* in_mask, int64_t in_mask_stride, const uint8_t* out_mask, int64_t out_mask_stride,
-                    const int64_t* numbers, int relu, int threads, int level_wanted) {
-  Shape s{numbers[0], numbers[1], numbers[2],  numbers[3],  numbers[4],  numbers[5],  numbers[6], numbers[7],
-          numbers[8], numbers[9], numbers[10], numbers[11], numbers[12], numbers[13], numbers[14]};
-  const Level level = level_wanted < 0 ? best_level() : std::min(static_cast<Level>(level_wanted), best_level());
-  const int64_t lanes = lanes_of(level);
-  const int64_t in_plane = s.height * s.width, out_plane = s.out_height * s.out_width;
-  const int64_t taps = s.kernel_h * s.kernel_w;
-  const bool flat = taps == 1 && s.stride_h == 1 && s.stride_w == 1 && s.pad_h == 0 && s.pad_w == 0;
-  const bool direct = flat && in_plane % lanes == 0;
-  const Copy copy = copy_of(s, lanes, flat);
-  const int64_t vectors = round_up(copy.run, lanes) / lanes;
-  const int64_t computed = vectors * lanes;
-  const int64_t row_of_weights = s.in_channels * taps;
+                    const int64_t* numbers, int relu, int rectified, int threads, int level_wanted) {
+  Job job{};
+  Shape& s = job.s;
+  s = Shape{numbers[0], numbers[1], numbers[2],  numbers[3],  numbers[4],  numbers[5],  numbers[6], numbers[7],
+            numbers[8], numbers[9], numbers[10], numbers[11], numbers[12], numbers[13], numbers[14]};
+  job.level = level_wanted < 0 ? best_level() : std::min(static_cast<Level>(level_wanted), best_level());
+  job.lanes = lanes_of(job.level);
+  job.in_plane = s.height * s.width;
+  job.out_plane = s.out_height * s.out_width;
+  job.taps = s.kernel_h * s.kernel_w;
+  job.packed = job.flat = job.taps == 1 && s.pad_h == 0 && s.pad_w == 0;
+  job.copy = copy_of(s, job.lanes, job.flat);
+  job.vectors = round_up(job.copy.run, job.lanes) / job.lanes;
+  job.runs = (job.vectors + TILE_VECTORS - 1) / TILE_VECTORS;
+  job.relu = relu != 0;
+  job.x = x, job.w = w, job.bias = bias, job.residual = residual, job.y = y;
+  job.in_mask = in_mask, job.out_mask = out_mask;
+  job.in_mask_stride = in_mask_stride, job.out_mask_stride = out_mask_stride;
+  job.closed_is_done = residual == y && residual != nullptr && (!job.relu || rectified);
 
-  try {
-    std::vector<Image> images(s.batch);
-    int64_t most_inputs = 0;
-    for (int64_t b = 0; b < s.batch; ++b) {
-      Image& image = images[b];
-      list_open(in_mask ? in_mask + b * in_mask_stride : nullptr, s.in_channels, image.inputs);
-      list_open(out_mask ? out_mask + b * out_mask_stride : nullptr, s.out_channels, image.outputs);
-      most_inputs = std::max<int64_t>(most_inputs, image.inputs.size());
-      image.x_places.reserve(image.inputs.size() * taps);
-      image.w_places.reserve(image.inputs.size() * taps);
-      for (size_t i = 0; i < image.inputs.size(); ++i)
-        for (int64_t kh = 0; kh < s.kernel_h; ++kh)
-          for (int64_t kw = 0; kw < s.kernel_w; ++kw) {
-            int64_t dh = kh * s.dilation_h, dw = kw * s.dilation_w;
-            int64_t place = direct ? image.inputs[i] * in_plane
-                                   : static_cast<int64_t>(i) * copy.plane +
-                                         ((dh % s.stride_h) * copy.phases_w + dw % s.stride_w) * copy.phase +
-                                         (dh / s.stride_h) * copy.columns + dw / s.stride_w;
-            image.x_places.push_back(static_cast<int32_t>(place));
-            image.w_places.push_back(static_cast<int32_t>(image.inputs[i] * taps + kh * s.kernel_w + kw));
-          }
+  // an exception must not leave the piece of a parallel loop that it came up in
+  std::atomic<bool> failed{false};
+  const auto guarded = [&failed](const auto& work) {
+    try {
+      work();
+    } catch (...) {
+      failed = true;
     }
-    std::vector<float> copies(direct ? 0 : static_cast<size_t>(s.batch * most_inputs * copy.plane));
-    const int64_t image_copy = most_inputs * copy.plane;
-    const bool in_place = copy.run == out_plane && out_plane % lanes == 0;  // sums need no room of their own
-
-    // Work: images x runs of pixels x ranges of output channels.
-    const int64_t tile_vectors = 4;
-    const int64_t runs = (vectors + tile_vectors - 1) / tile_vectors;
-    int64_t ranges = 1;
-    while (s.batch * runs * ranges < 3 * threads && ranges * 24 < s.out_channels) ranges *= 2;
-
-#pragma omp parallel num_threads(threads) if (threads > 1)
+  };
+  const int team = std::max(1, threads);
+  if (s.batch >= team) {  // every thread its own images: what it copies stays in its cache
+#pragma omp parallel num_threads(team) if (team > 1)
     {
-      if (!direct) {
-#pragma omp for schedule(static) collapse(2)
-        for (int64_t b = 0; b < s.batch; ++b)
-          for (int64_t i = 0; i < most_inputs; ++i)
-            if (i < static_cast<int64_t>(images[b].inputs.size()))
-              copy_channel(s, copy, x + (b * s.in_channels + images[b].inputs[i]) * in_plane,
-                           copies.data() + b * image_copy + i * copy.plane);
-      }
-      std::vector<float> room(in_place ? 0 : static_cast<size_t>(s.out_channels * tile_vectors * lanes));
-#pragma omp for schedule(dynamic, 1) collapse(3)
-      for (int64_t b = 0; b < s.batch; ++b)
-        for (int64_t run = 0; run < runs; ++run)
-          for (int64_t range = 0; range < ranges; ++range) {
-            const Image& image = images[b];
-            const int64_t open = image.outputs.size(), entries = image.x_places.size();
-            const int64_t first_out = open * range / ranges, last_out = open * (range + 1) / ranges;
-            const int64_t first_vector = run * tile_vectors;
-            const int64_t v = std::min(tile_vectors, vectors - first_vector);
-            const int64_t pixel = first_vector * lanes, width = v * lanes;
-            const float* base = direct ? x + b * s.in_channels * in_plane : copies.data() + b * image_copy;
-            const int64_t most_rows = rows_of(level, v);
-            for (int64_t part = 0; part < std::max<int64_t>(entries, 1); part += ENTRIES_A_PART) {
-              for (int64_t k = first_out; k < last_out; k += most_rows) {
-                const int64_t rows = std::min(most_rows, last_out - k);
-                const float* w_rows[8];
-                float* sums[8];
-                float biases[8];
-                for (int64_t r = 0; r < rows; ++r) {
-                  const int64_t channel = image.outputs[k + r];
-                  w_rows[r] = w + channel * row_of_weights;
-                  sums[r] = in_place ? y + (b * s.out_channels + channel) * out_plane + pixel
-                                     : room.data() + (k + r) * tile_vectors * lanes;
-                  biases[r] = bias ? bias[channel] : 0.0f;
-                }
-                Tile tile{base + pixel,
-                          image.x_places.data() + part,
-                          image.w_places.data() + part,
-                          std::max<int64_t>(0, std::min(ENTRIES_A_PART, entries - part)),
-                          w_rows,
-                          sums,
-                          part == 0,
-                          biases};
-                run_tile(level, v, rows, tile);
-              }
-            }
-            // From computed runs to the output's pixels; residual and activation on the way.
-            for (int64_t k = first_out; k < last_out; ++k) {
-              const int64_t channel = image.outputs[k];
-              float* out = y + (b * s.out_channels + channel) * out_plane;
-              const float* add = residual ? residual + (b * s.out_channels + channel) * out_plane : nullptr;
-              const float* sum = in_place ? out + pixel : room.data() + k * tile_vectors * lanes;
-              if (flat || in_place) {
-                const int64_t count = std::min(width, out_plane - pixel);
-                for (int64_t p = 0; p < count; ++p) {
-                  float value = sum[p] + (add ? add[pixel + p] : 0.0f);
-                  out[pixel + p] = relu && !(value > 0.0f) ? 0.0f : value;
-                }
-              } else {
-                const int64_t stop = std::min(pixel + width, copy.run);
-                for (int64_t p = pixel; p < stop;) {
-                  const int64_t row = p / copy.columns, column = p % copy.columns;
-                  const int64_t count = std::min(stop - p, copy.columns - column);
-                  const int64_t useful = std::min(count, s.out_width - column);
-                  for (int64_t q = 0; q < useful; ++q) {
-                    const int64_t place = row * s.out_width + column + q;
-                    float value = sum[p - pixel + q] + (add ? add[place] : 0.0f);
-                    out[place] = relu && !(value > 0.0f) ? 0.0f : value;
-                  }
-                  p += count;
-                }
-              }
-            }
-          }
-      // Closed outputs.
-      if (out_mask) {
-#pragma omp for schedule(static) collapse(2)
-        for (int64_t b = 0; b < s.batch; ++b)
-          for (int64_t k = 0; k < s.out_channels; ++k) {
-            if (out_mask[b * out_mask_stride + k]) continue;
-            float* out = y + (b * s.out_channels + k) * out_plane;
-            if (!residual) {
-              std::memset(out, 0, sizeof(float) * out_plane);
-              continue;
-            }
-            const float* add = residual + (b * s.out_channels + k) * out_plane;
-            for (int64_t p = 0; p < out_plane; ++p) out[p] = relu && !(add[p] > 0.0f) ? 0.0f : add[p];
-          }
-      }
+      Image image;
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t b = 0; b < s.batch; ++b) guarded([&] { job.whole(b, image); });
     }
-    (void)computed;
-  } catch (...) {
-    return -1;
+    return failed ? -1 : 0;
   }
-  return 0;
+  Image image;
+  for (int64_t b = 0; b < s.batch && !failed; ++b) {
+    float* copies = nullptr;
+    guarded([&] {
+      job.read_masks(b, image);
+      copies = shared_copies.at_least(job.copied(image));
+    });
+    if (failed) break;
+    const int64_t inputs = job.copied(image) ? image.inputs.size() : 0, open = image.outputs.size();
+    // long runs of pixels are shared by threads, short ones give each thread some of the outputs
+    const bool long_runs = job.runs >= 4 * team;
+    const int64_t ranges = long_runs ? 1 : team, pieces = long_runs ? 2 * team : 1;
+#pragma omp parallel num_threads(team)
+    {
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < inputs; ++i) job.copy_input(b, image, i, copies);
+#pragma omp for schedule(dynamic, 1) collapse(2) nowait
+      for (int64_t piece = 0; piece < pieces; ++piece)
+        for (int64_t range = 0; range < ranges; ++range)
+          guarded([&] {
+            job.compute(b, image, copies, job.runs * piece / pieces, job.runs * (piece + 1) / pieces,
+                        open * range / ranges, open * (range + 1) / ranges);
+          });
+#pragma omp for schedule(static)
+      for (int64_t k = 0; k < s.out_channels; ++k) job.close(b, k);
+    }
+  }
+  return failed ? -1 : 0;
 }
 
 }  // extern "C"

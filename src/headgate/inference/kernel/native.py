@@ -32,9 +32,20 @@ def compiled() -> ctypes.CDLL | None:
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     found.headgate_conv2d.argtypes = [
-        pointer, pointer, pointer, pointer, pointer, pointer, number, pointer, number, pointer, flag, flag, flag,
+        pointer, pointer, pointer, pointer, pointer, pointer, number, pointer, number, pointer, flag, flag, flag, flag,
     ]  # fmt: skip
     found.headgate_conv2d.restype = ctypes.c_int
+    found.headgate_gate_logits.argtypes = [
+        pointer, pointer, number, pointer, pointer, pointer, pointer, pointer, number, number, number, number, number,
+        flag,
+    ]  # fmt: skip
+    found.headgate_gate_logits.restype = ctypes.c_int
+    found.headgate_decide.argtypes = [
+        pointer, number, pointer, pointer, number, pointer, number, ctypes.c_float, pointer,
+    ]  # fmt: skip
+    found.headgate_decide.restype = None
+    found.headgate_max_pool.argtypes = [pointer, pointer, pointer, flag]
+    found.headgate_max_pool.restype = None
     found.headgate_level.restype = ctypes.c_int
     return found
 
@@ -47,9 +58,11 @@ def kernel_level() -> str:
 
 def conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
-    residual: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, relu: bool, y: Tensor, level: int = -1,
+    residual: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, relu: bool, y: Tensor,
+    rectified: bool = False, level: int = -1,
 ) -> None:  # fmt: skip
-    """Fill `y`. All tensors are contiguous; masks are of bytes, one row an image or one for all."""
+    """Fill `y`, which may be the residual itself. All tensors are contiguous; masks are of bytes, one row an image or
+    one for all. `rectified` says that the residual has no negative values."""
     found = compiled()
     assert found is not None
     numbers = (ctypes.c_int64 * 15)(
@@ -58,7 +71,7 @@ def conv2d(
     failed = found.headgate_conv2d(
         x.data_ptr(), weight.data_ptr(), _at(bias), _at(residual), y.data_ptr(),
         _at(in_mask), _step(in_mask), _at(out_mask), _step(out_mask),
-        ctypes.addressof(numbers), int(relu), torch.get_num_threads(), level,
+        ctypes.addressof(numbers), int(relu), int(rectified), torch.get_num_threads(), level,
     )  # fmt: skip
     if failed:
         raise MemoryError("the convolution's scratch memory could not be allocated")
@@ -70,3 +83,37 @@ def _at(tensor: Tensor | None) -> int | None:
 
 def _step(mask: Tensor | None) -> int:
     return 0 if mask is None or mask.shape[0] == 1 else mask.shape[1]
+
+
+def gate_masks(
+    x: Tensor, arriving: Tensor | None, trunk: tuple[Tensor, Tensor], head: tuple[Tensor, Tensor], threshold: float,
+    sizes: list[int], immortal: list[int], groups: list[int],
+) -> list[Tensor]:  # fmt: skip
+    """The masks that a gate network decides; what `plain.gate_masks` says, for contiguous images."""
+    found = compiled()
+    assert found is not None
+    images, channels = x.shape[:2]
+    gates = head[0].shape[0]
+    logits = torch.empty(images, gates)
+    failed = found.headgate_gate_logits(
+        x.data_ptr(), _at(arriving), _step(arriving), trunk[0].data_ptr(), trunk[1].data_ptr(), head[0].data_ptr(),
+        head[1].data_ptr(), logits.data_ptr(), images, channels, x[0, 0].numel(), trunk[0].shape[0], gates,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("the gates' scratch memory could not be allocated")
+    masks = [torch.empty(images, size, dtype=torch.bool) for size in sizes]
+    rows = (ctypes.c_void_p * len(masks))(*(mask.data_ptr() for mask in masks))
+    found.headgate_decide(
+        logits.data_ptr(), images, (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_uint8 * len(sizes))(*immortal),
+        len(sizes), (ctypes.c_int64 * max(len(groups), 1))(*groups), len(groups), threshold, rows,
+    )  # fmt: skip
+    return masks
+
+
+def max_pool2d(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, y: Tensor) -> None:
+    """Fill `y`; both are contiguous."""
+    found = compiled()
+    assert found is not None
+    numbers = (ctypes.c_int64 * 11)(x.shape[0] * x.shape[1], *x.shape[2:], *y.shape[2:], *kernel, *stride, *padding)
+    found.headgate_max_pool(x.data_ptr(), y.data_ptr(), ctypes.addressof(numbers), torch.get_num_threads())

@@ -1,7 +1,8 @@
-"""The kernel as an operator of torch, `headgate::masked_conv2d`, so that export and compile see it.
+"""The kernel as operators of torch, so that export and compile see them.
 
-Checks what it is given, then calls the compiled kernel for float32 on the CPU, and the plain twin otherwise. For
-inference: it has no gradient. Knows nothing of gates or networks.
+`headgate::masked_conv2d`, the same adding to its residual in place, the masks of a gate network, and a pooling. Each
+checks what it is given, then calls the compiled kernel for float32 on the CPU, and the plain twin otherwise. For
+inference: they have no gradients. Knows nothing of graphs or networks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ _ops.define(
     "masked_conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? in_mask, Tensor? out_mask, Tensor? residual, "
     "int[2] stride, int[2] padding, int[2] dilation, bool relu) -> Tensor"
 )
+_ops.define(
+    "masked_conv2d_add_(Tensor x, Tensor weight, Tensor? bias, Tensor? in_mask, Tensor? out_mask, Tensor(a!) residual, "
+    "int[2] stride, int[2] padding, int[2] dilation, bool relu, bool rectified) -> ()"
+)
+_ops.define(
+    "gate_masks(Tensor x, Tensor? arriving, Tensor trunk_weight, Tensor trunk_bias, Tensor head_weight, "
+    "Tensor head_bias, float threshold, int[] sizes, int[] immortal, int[] groups) -> Tensor[]"
+)
+_ops.define("max_pool2d(Tensor x, int[2] kernel, int[2] stride, int[2] padding) -> Tensor")
 
 
 def masked_conv2d(
@@ -73,7 +83,7 @@ def _on_cpu(
     if residual is not None and list(residual.shape) != shape:
         raise HeadgateError(f"masked_conv2d: the residual is {tuple(residual.shape)}, the output {tuple(shape)}")
     pairs = (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1])
-    if native.compiled() is None or x.dtype != torch.float32 or weight.dtype != torch.float32 or 0 in shape:
+    if not _native(x, weight) or 0 in shape:
         return plain.conv2d(x, weight, bias, in_mask, out_mask, residual, *pairs, relu)
     y = torch.empty(shape)
     native.conv2d(
@@ -81,6 +91,61 @@ def _on_cpu(
         _bytes(out_mask), None if residual is None else residual.float().contiguous(), *pairs, relu, y,
     )  # fmt: skip
     return y
+
+
+@torch.library.impl(_ops, "masked_conv2d_add_", "CPU")
+def _adding_on_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
+    residual: Tensor, stride: list[int], padding: list[int], dilation: list[int], relu: bool, rectified: bool,
+) -> None:  # fmt: skip
+    """act(residual + convolution) in the residual's place; `rectified`: it has no negative values."""
+    if not (_native(x, weight, residual) and residual.is_contiguous() and residual.numel()):
+        residual.copy_(_on_cpu(x, weight, bias, in_mask, out_mask, residual, stride, padding, dilation, relu))
+        return
+    shape = _output_shape(x, weight, stride, padding, dilation)
+    _check(x, weight, {"in_mask": (in_mask, x.shape[1]), "out_mask": (out_mask, weight.shape[0])}, shape)
+    if list(residual.shape) != shape:
+        raise HeadgateError(f"masked_conv2d_add_: the residual is {tuple(residual.shape)}, the output {tuple(shape)}")
+    pairs = (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1])
+    native.conv2d(
+        x.contiguous(), weight.contiguous(), None if bias is None else bias.float().contiguous(), _bytes(in_mask),
+        _bytes(out_mask), residual, *pairs, relu, residual, rectified,
+    )  # fmt: skip
+
+
+@torch.library.impl(_ops, "gate_masks", "CPU")
+def _gates_on_cpu(
+    x: Tensor, arriving: Tensor | None, trunk_weight: Tensor, trunk_bias: Tensor, head_weight: Tensor,
+    head_bias: Tensor, threshold: float, sizes: list[int], immortal: list[int], groups: list[int],
+) -> list[Tensor]:  # fmt: skip
+    trunk, head = (trunk_weight, trunk_bias), (head_weight, head_bias)
+    if x.dim() > 2 and x.numel() and _native(x, trunk_weight):
+        return native.gate_masks(x.contiguous(), _bytes(arriving), trunk, head, threshold, sizes, immortal, groups)
+    means = x.float().mean(list(range(2, x.dim()))) if x.dim() > 2 else x.float()
+    return plain.gate_masks(means, arriving, trunk, head, threshold, sizes, immortal, groups)
+
+
+@torch.library.impl(_ops, "max_pool2d", "CPU")
+def _pool_on_cpu(x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    if not _native(x) or x.dim() != 4 or not x.numel():
+        return torch.nn.functional.max_pool2d(x, kernel, stride, padding)
+    y = torch.empty(_pooled_shape(x, kernel, stride, padding))
+    native.max_pool2d(
+        x.contiguous(), (kernel[0], kernel[1]), (stride[0], stride[1]), (padding[0], padding[1]), y
+    )  # fmt: skip
+    return y
+
+
+def _pooled_shape(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> list[int]:
+    sizes = [
+        (size + 2 * pad - k) // step + 1
+        for size, pad, k, step in zip(x.shape[2:], padding, kernel, stride, strict=True)
+    ]
+    return [x.shape[0], x.shape[1], *sizes]
+
+
+def _native(*tensors: Tensor) -> bool:
+    return native.compiled() is not None and all(tensor.dtype == torch.float32 for tensor in tensors)
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
@@ -96,3 +161,24 @@ def _shape_only(
     residual: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], relu: bool,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(_output_shape(x, weight, stride, padding, dilation))
+
+
+@torch.library.register_fake("headgate::masked_conv2d_add_", lib=_ops)
+def _nothing_new(
+    x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
+    residual: Tensor, stride: list[int], padding: list[int], dilation: list[int], relu: bool, rectified: bool,
+) -> None:  # fmt: skip
+    return None
+
+
+@torch.library.register_fake("headgate::gate_masks", lib=_ops)
+def _masks_only(
+    x: Tensor, arriving: Tensor | None, trunk_weight: Tensor, trunk_bias: Tensor, head_weight: Tensor,
+    head_bias: Tensor, threshold: float, sizes: list[int], immortal: list[int], groups: list[int],
+) -> list[Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape[0], size, dtype=torch.bool) for size in sizes]
+
+
+@torch.library.register_fake("headgate::max_pool2d", lib=_ops)
+def _pooled_shape_only(x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    return x.new_empty(_pooled_shape(x, kernel, stride, padding))

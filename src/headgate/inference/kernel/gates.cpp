@@ -1,0 +1,127 @@
+// Gate networks and a pooling at inference, so that small operators do not cost more than what they save.
+// Plain C ABI, no headers of torch or Python.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+// The sum of a plane, in sixteen running sums: quick, and closer to the truth than one.
+float sum_of(const float* x, int64_t count) {
+  float sums[16] = {};
+  int64_t p = 0;
+  for (; p + 16 <= count; p += 16)
+    for (int lane = 0; lane < 16; ++lane) sums[lane] += x[p + lane];
+  float rest = 0.0f;
+  for (; p < count; ++p) rest += x[p];
+  for (int step = 8; step; step /= 2)
+    for (int lane = 0; lane < step; ++lane) sums[lane] += sums[lane + step];
+  return sums[0] + rest;
+}
+
+}  // namespace
+
+extern "C" {
+
+// x (batch, channels, plane) -> logits (batch, gates): means, hidden = relu(W1 means + b1), W2 hidden + b2.
+// `open` holds a byte for each image and channel (0: the channel counts as zero), or is null. Returns 0, or -1 if
+// memory ran out.
+int headgate_gate_logits(const float* x, const uint8_t* open, int64_t open_stride, const float* w1, const float* b1,
+                         const float* w2, const float* b2, float* logits, int64_t batch, int64_t channels,
+                         int64_t plane, int64_t hidden, int64_t gates, int threads) {
+  try {
+    std::vector<float> means(batch * channels), inner(batch * hidden);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && batch * channels * plane > 20000) schedule(static)
+    for (int64_t row = 0; row < batch * channels; ++row) {
+      const bool counts = !open || open[(row / channels) * open_stride + row % channels];
+      means[row] = counts ? sum_of(x + row * plane, plane) / static_cast<float>(plane) : 0.0f;
+    }
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t h = 0; h < hidden; ++h) {
+        const float* weights = w1 + h * channels;
+        const float* inputs = means.data() + b * channels;
+        float sums[8] = {};
+        int64_t c = 0;
+        for (; c + 8 <= channels; c += 8)
+          for (int lane = 0; lane < 8; ++lane) sums[lane] += weights[c + lane] * inputs[c + lane];
+        float sum = b1[h];
+        for (; c < channels; ++c) sum += weights[c] * inputs[c];
+        for (int lane = 0; lane < 8; ++lane) sum += sums[lane];
+        inner[b * hidden + h] = sum < 0.0f ? 0.0f : sum;
+      }
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t g = 0; g < gates; ++g) {
+        float sum = b2[g];
+        for (int64_t h = 0; h < hidden; ++h) sum += w2[g * hidden + h] * inner[b * hidden + h];
+        logits[b * gates + g] = sum;
+      }
+  } catch (...) {
+    return -1;
+  }
+  return 0;
+}
+
+// From logits to bytes: for mask m of sizes[m] gates, masks[m] gets (batch, sizes[m]). A mask that must not close opens
+// its likeliest gate; of each group of masks (numbers, -1 behind each group), all close where one is closed.
+void headgate_decide(const float* logits, int64_t batch, const int64_t* sizes, const uint8_t* immortal, int64_t masks,
+                     const int64_t* groups, int64_t groups_length, float threshold, uint8_t* const* out) {
+  int64_t gates = 0;
+  for (int64_t m = 0; m < masks; ++m) gates += sizes[m];
+  std::vector<uint8_t> any(masks);
+  for (int64_t b = 0; b < batch; ++b) {
+    const float* row = logits + b * gates;
+    for (int64_t m = 0; m < masks; ++m) {
+      uint8_t* mask = out[m] + b * sizes[m];
+      any[m] = 0;
+      for (int64_t g = 0; g < sizes[m]; ++g) any[m] |= mask[g] = row[g] > threshold;
+      if (immortal[m] && !any[m]) {
+        mask[std::max_element(row, row + sizes[m]) - row] = 1;
+        any[m] = 1;
+      }
+      row += sizes[m];
+    }
+    for (int64_t i = 0; i < groups_length; ++i) {
+      const int64_t start = i;
+      bool alive = true;
+      for (; groups[i] >= 0; ++i) alive &= any[groups[i]] != 0;
+      if (!alive)
+        for (int64_t j = start; j < i; ++j) std::memset(out[groups[j]] + b * sizes[groups[j]], 0, sizes[groups[j]]);
+    }
+  }
+}
+
+// Max pooling of planes (height, width) -> (out_height, out_width).
+void headgate_max_pool(const float* x, float* y, const int64_t* numbers, int threads) {
+  const int64_t planes = numbers[0], height = numbers[1], width = numbers[2], out_height = numbers[3];
+  const int64_t out_width = numbers[4], kernel_h = numbers[5], kernel_w = numbers[6], stride_h = numbers[7];
+  const int64_t stride_w = numbers[8], pad_h = numbers[9], pad_w = numbers[10];
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t plane = 0; plane < planes; ++plane) {
+    std::vector<float> rows(width + 2 * pad_w + kernel_w, -std::numeric_limits<float>::infinity());
+    for (int64_t i = 0; i < out_height; ++i) {
+      const int64_t top = std::max<int64_t>(0, i * stride_h - pad_h);
+      const int64_t bottom = std::min(height, i * stride_h - pad_h + kernel_h);
+      float* line = rows.data() + pad_w;
+      std::memcpy(line, x + (plane * height + top) * width, sizeof(float) * width);
+      for (int64_t r = top + 1; r < bottom; ++r) {
+        const float* other = x + (plane * height + r) * width;
+        for (int64_t p = 0; p < width; ++p) line[p] = line[p] < other[p] || other[p] != other[p] ? other[p] : line[p];
+      }
+      float* to = y + (plane * out_height + i) * out_width;
+      for (int64_t j = 0; j < out_width; ++j) {
+        const float* from = rows.data() + j * stride_w;
+        float best = from[0];
+        for (int64_t q = 1; q < kernel_w; ++q) best = best < from[q] || from[q] != from[q] ? from[q] : best;
+        to[j] = best;
+      }
+    }
+  }
+}
+
+}  // extern "C"
