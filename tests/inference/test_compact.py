@@ -12,6 +12,7 @@ from headgate.errors import HeadgateError, NotDecided, ShrinkMismatch
 from headgate.gates.dynamic import GateNetwork
 from headgate.inference import compact as compact_module
 from headgate.inference.compact import ALWAYS, DEPENDS, NEVER, GateSite, gates_over_all_images
+from headgate.inference.kernel.prepared import Conv
 from headgate.models import cifar_resnet20
 from tests.gates.test_dynamic import opinionated_, sites_of, two_blocks
 from tests.networks import NETWORKS, example
@@ -89,7 +90,7 @@ def test_what_is_closed_is_not_computed() -> None:
 
     x = randn(1, 3, 32, 32, seed=4)
     with Watch(), torch.no_grad():
-        fast(x)
+        fast.program(x)
     gated(x)
     gates = gated._last.gates_BG[0].bool().numpy()
     dead = {
@@ -162,6 +163,19 @@ def test_a_gate_is_only_sure_where_no_image_could_change_it() -> None:
     first = gated.graph.masks[gated.dynamic.sites[0].masks[0]].first
     fate = gates_over_all_images(gated.dynamic, gated.graph, gated._decide(), 0.5)
     assert fate[first : first + 3].tolist() == [NEVER, DEPENDS, ALWAYS]
+
+
+def test_layers_that_are_quicker_densely_are_computed_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = opinionated(cifar_resnet20, randn(1, 3, 32, 32))
+    seconds = {Conv.by_kernel: 1.0, Conv.densely: 2.0}
+    monkeypatch.setattr(compact_module, "_seconds", lambda call, given: seconds[call.__func__])
+    assert not gated.compact().report.dense
+    seconds[Conv.densely] = 0.5
+    fast = gated.compact()
+    assert len(fast.report.dense) == 18 and not fast.report.fast
+    assert set(fast.report.dense.values()) == {"quicker than the kernel here"}
+    for images in (1, 3):
+        compare(gated, fast, (3, 32, 32), images, images)
 
 
 def test_what_can_not_be_compact_is_told() -> None:

@@ -9,10 +9,12 @@ knows nothing of training.
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,13 +32,18 @@ from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, CostItem, Decisio
 from headgate.graph.plan import make_plan
 from headgate.graph.relayout import dense_name
 from headgate.graph.sites import Site
-from headgate.inference.kernel import op  # noqa: F401  (registers the kernel)
+from headgate.inference.kernel import native, op  # noqa: F401  (op registers the kernel)
+from headgate.inference.kernel.prepared import Conv
 from headgate.inference.shrink import build
 
 aten = torch.ops.aten
 Gates = NDArray[np.int64]
 NEVER, ALWAYS, DEPENDS = 0, 1, 2
 """What becomes of a gate over all images."""
+MEASURED_ROUNDS = 4
+DENSE_GAIN = 0.9
+"""A layer is computed densely where that takes less than this share of the kernel's time."""
+QUICKER = "quicker than the kernel here"
 LOWEST_LOGIT = -100.0
 """Below every threshold: a gate that is closed for good stays closed at tau = 0."""
 
@@ -436,8 +443,8 @@ class _Lowering:
         for node in list(self.ops.nodes):
             if node.target is not aten.max_pool2d.default:
                 continue
-            defaults: list[Any] = [None, [0], [1], False]
-            x, kernel, stride, padding, dilation, ceil = [*node.args, *defaults[len(node.args) - 2 :]]
+            given: Any = (*node.args, *(None, [0], [1], False)[len(node.args) - 2 :])
+            x, kernel, stride, padding, dilation, ceil = given
             pairs = [_pair(size) for size in (kernel, stride or kernel, padding, dilation)]
             if pairs[3] == [1, 1] and not ceil and _dims(node) == 4:
                 node.target, node.args = torch.ops.headgate.max_pool2d.default, (x, *pairs[:3])
@@ -459,6 +466,7 @@ class _Lowering:
                 added = self.ops.call_function(
                     torch.ops.headgate.masked_conv2d_add_.default, (*node.args, _is_rectified(residual))
                 )
+            added.meta.update(node.meta)
             order[added] = order[node]
             if relu:
                 residual.meta["headgate_rectified"] = True
@@ -574,6 +582,7 @@ class CompactModel(nn.Module):
         self.report = report
         self._tau = tau
         self.tau = tau
+        self._quick = _prepared(program) if native.compiled() is not None else program
         self.eval()
 
     @property
@@ -590,10 +599,32 @@ class CompactModel(nn.Module):
             if isinstance(module, GateSite):
                 module.threshold = _logit(tau)
 
+    def choose_(self, images: Tensor) -> None:
+        """Time every layer both ways on these images, and compute densely where that is quicker."""
+        reasons = {name: reason for name, reason in self.report.dense.items() if reason != QUICKER}
+        convs = [module for module in self._quick.modules() if isinstance(module, Conv)]
+        given: dict[Conv, tuple[Any, ...]] = {}
+        hooks = [
+            conv.register_forward_pre_hook(lambda module, args: given.update({module: _kept(args)})) for conv in convs
+        ]
+        try:
+            self(images)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        with torch.no_grad():
+            for conv in convs:
+                if conv in given:
+                    conv.dense = _seconds(conv.densely, given[conv]) < DENSE_GAIN * _seconds(
+                        conv.by_kernel, given[conv]
+                    )
+        reasons |= {conv.layer: QUICKER for conv in convs if conv.dense}
+        self.report = Report(tuple(conv.layer for conv in convs if not conv.dense), reasons)
+
     def forward(self, *args: Any) -> Any:
         """What the gated network returns in eval mode."""
         with torch.no_grad():
-            return self.program(*args)
+            return self.program(*args) if torch.compiler.is_compiling() else self._quick(*args)
 
     def train(self, mode: bool = True) -> CompactModel:
         """It stays in eval mode: it can't be trained."""
@@ -602,6 +633,46 @@ class CompactModel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"tau={self.tau:g}, {len(self.report.fast)} layers by the kernel, {len(self.report.dense)} dense"
+
+
+def _kept(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A layer's arguments; its residual may be overwritten later."""
+    return (*args[:3], None if args[3] is None else args[3].clone())
+
+
+def _seconds(call: Callable[..., Any], given: tuple[Any, ...]) -> float:
+    call(*given)
+    times = []
+    for _ in range(MEASURED_ROUNDS):
+        before = time.perf_counter()
+        call(*given)
+        times.append(time.perf_counter() - before)
+    return min(times)
+
+
+def _prepared(program: fx.GraphModule) -> fx.GraphModule:
+    """The same program, sharing its tensors, with calls of the kernel that have everything prepared."""
+    graph = copy.deepcopy(program.graph)
+    quick = fx.GraphModule(program, graph)
+    for node in list(graph.nodes):
+        in_place = node.target is torch.ops.headgate.masked_conv2d_add_.default
+        if not in_place and node.target is not torch.ops.headgate.masked_conv2d.default:
+            continue
+        given: Any = node.args
+        x, weight, bias, in_mask, out_mask, residual, stride, padding, dilation, relu, *rectified = given
+        weight, bias = (None if constant is None else getattr(program, constant.target) for constant in (weight, bias))
+        name = f"conv_{node.name}"
+        assert weight is not None
+        conv = Conv(weight, bias, stride, padding, dilation, relu, in_place, rectified == [True])
+        conv.layer = node.meta["headgate_layer"]
+        quick.add_submodule(name, conv)
+        with graph.inserting_before(node):
+            made = graph.call_module(name, (x, in_mask, out_mask, residual))
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+    graph.lint()
+    quick.recompile()
+    return quick
 
 
 def compact(

@@ -1,0 +1,96 @@
+"""Calls of the kernel with everything prepared that does not change from call to call.
+
+An operator of torch that is written in Python costs some 50 µs a call before it computes anything; a small network has
+a hundred of them. These are plain callables for a network that is run, not traced; their results are the operators'.
+What they can't do (other types, no compiled kernel) they hand to the operators. Knows tensors, nothing of networks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headgate.inference.kernel import native, plain
+from headgate.inference.kernel.op import _output_shape
+
+
+class Conv(nn.Module):
+    """`headgate::masked_conv2d` with one set of weights; or, `in_place`, `masked_conv2d_add_`."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
+        relu: bool, in_place: bool, rectified: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight, self.bias = weight.contiguous(), None if bias is None else bias.contiguous()
+        self.geometry = stride, padding, dilation
+        self.relu, self.in_place, self.rectified = relu, in_place, rectified
+        self.layer = ""
+        self.dense = False
+        """Whether everything is computed and then masked, because that is quicker."""
+        self._shapes: dict[torch.Size, tuple[list[int], Any, int]] = {}
+        self._pointers = self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+        self._call: Any = native.compiled()
+
+    def __deepcopy__(self, memo: Any) -> Conv:
+        made = Conv(self.weight.clone(), self.bias, *self.geometry, self.relu, self.in_place, self.rectified)
+        made.dense, made.layer = self.dense, self.layer
+        return made
+
+    def forward(self, x: Tensor, in_mask: Tensor | None, out_mask: Tensor | None, residual: Tensor | None) -> Tensor:
+        """The convolution over the open inputs of each image, at its open outputs."""
+        if self.dense:
+            return self.densely(x, in_mask, out_mask, residual)
+        return self.by_kernel(x, in_mask, out_mask, residual)
+
+    def densely(self, x: Tensor, in_mask: Tensor | None, out_mask: Tensor | None, residual: Tensor | None) -> Tensor:
+        """All of it, then masked."""
+        stride, padding, dilation = ((pair[0], pair[1]) for pair in self.geometry)
+        y = plain.conv2d(x, self.weight, self.bias, in_mask, out_mask, residual, stride, padding, dilation, self.relu)
+        return residual.copy_(y) if self.in_place and residual is not None else y
+
+    def by_kernel(self, x: Tensor, in_mask: Tensor | None, out_mask: Tensor | None, residual: Tensor | None) -> Tensor:
+        """Only what is open."""
+        if x.dtype != torch.float32 or not x.numel() or (residual is not None and not residual.is_contiguous()):
+            return self._by_operator(x, in_mask, out_mask, residual)
+        if not x.is_contiguous():
+            x = x.contiguous()
+        known = self._shapes.get(x.shape)
+        if known is None:
+            known = self._shapes[x.shape] = self._numbers(x)
+        shape, _, numbers = known
+        y = residual if self.in_place else torch.empty(shape)
+        assert y is not None
+        failed = self._call.headgate_conv2d(
+            x.data_ptr(), *self._pointers, None if residual is None else residual.data_ptr(), y.data_ptr(),
+            None if in_mask is None else in_mask.data_ptr(), _step(in_mask),
+            None if out_mask is None else out_mask.data_ptr(), _step(out_mask),
+            numbers, self.relu, self.rectified, torch.get_num_threads(), -1,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("the convolution's scratch memory could not be allocated")
+        return y
+
+    def _numbers(self, x: Tensor) -> tuple[list[int], Any, int]:
+        stride, padding, dilation = self.geometry
+        shape = _output_shape(x, self.weight, stride, padding, dilation)
+        kept = (ctypes.c_int64 * 15)(*x.shape, *shape[1:], *self.weight.shape[2:], *stride, *padding, *dilation)
+        return shape, kept, ctypes.addressof(kept)
+
+    def _by_operator(
+        self, x: Tensor, in_mask: Tensor | None, out_mask: Tensor | None, residual: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        given = x, self.weight.to(x.dtype), self.bias, in_mask, out_mask, residual, *self.geometry, self.relu
+        if not self.in_place:
+            y: Tensor = torch.ops.headgate.masked_conv2d(*given)
+            return y
+        assert residual is not None
+        torch.ops.headgate.masked_conv2d_add_(*given, self.rectified)
+        return residual
+
+
+def _step(mask: Tensor | None) -> int:
+    return 0 if mask is None or mask.shape[0] == 1 else mask.shape[1]
