@@ -119,6 +119,7 @@ class GateSite(nn.Module):
         self.register_buffer("head_weight", weight[index].contiguous())
         self.register_buffer("head_bias", bias[index].contiguous())
         self.site = site
+        self._made: tuple[int, native.Gates] | None = None
         self.threshold = 0.0
         self.sizes = [int(left[mask.gates].sum()) for mask in masks]
         self.immortal = [int(not mask.may_die) for mask in masks]
@@ -136,11 +137,30 @@ class GateSite(nn.Module):
         """
         if self.site.axis % x.dim() != 1 or self.site.batch_axis != 0:
             x = pooled(x, self.site, len(x))
+        elif x.dim() > 2 and x.dtype == torch.float32 and x.numel() and not torch.compiler.is_compiling():
+            if native.compiled() is not None:
+                return self._prepared()(x.contiguous(), arriving, self.threshold)
         masks: list[Tensor] = torch.ops.headgate.gate_masks(
             x, arriving, self.trunk_weight, self.trunk_bias, self.head_weight, self.head_bias, self.threshold,
             self.sizes, self.immortal, self.groups,
         )  # fmt: skip
         return masks
+
+    def _prepared(self) -> native.Gates:
+        """The kernel's call with all that does not change; made anew for a copy, whose tensors lie elsewhere."""
+        tensors = self.trunk_weight, self.trunk_bias, self.head_weight, self.head_bias
+        place = self.trunk_weight.data_ptr()  # type: ignore[operator]
+        if self._made is None or self._made[0] != place:
+            self._made = place, native.Gates(tensors[:2], tensors[2:], self.sizes, self.immortal, self.groups)  # type: ignore[arg-type]
+        return self._made[1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GateSite:
+        made = GateSite.__new__(GateSite)
+        memo[id(self)] = made
+        nn.Module.__init__(made)
+        for name, value in vars(self).items():
+            made.__dict__[name] = None if name == "_made" else copy.deepcopy(value, memo)
+        return made
 
 
 def join_masks(parts: Sequence[Tensor], index: Tensor) -> Tensor:

@@ -29,13 +29,21 @@ float sum_of(const float* x, int64_t count) {
 
 extern "C" {
 
-// x (batch, channels, plane) -> logits (batch, gates): means, hidden = relu(W1 means + b1), W2 hidden + b2.
-// `open` holds a byte for each image and channel (0: the channel counts as zero), or is null. Returns 0, or -1 if
-// memory ran out.
-int headgate_gate_logits(const float* x, const uint8_t* open, int64_t open_stride, const float* w1, const float* b1,
-                         const float* w2, const float* b2, float* logits, int64_t batch, int64_t channels,
-                         int64_t plane, int64_t hidden, int64_t gates, int threads) {
+// A gate network from images to masks. x (batch, channels, plane): means, hidden = relu(W1 means + b1), logits = W2
+// hidden + b2, and for mask m the bytes masks[m] of (batch, sizes[m]): open where the logit is above the threshold.
+// `open` holds a byte for each image and channel (0: the channel counts as zero), or is null. A mask that is immortal
+// opens its likeliest gate; of each group of masks (their numbers, -1 behind each group), all close where one is closed.
+// Returns 0, or -1 if memory ran out.
+int headgate_gate_masks(const float* x, const uint8_t* open, int64_t open_stride, const float* w1, const float* b1,
+                        const float* w2, const float* b2, int64_t batch, int64_t channels, int64_t plane,
+                        int64_t hidden, const int64_t* sizes, const uint8_t* immortal, int64_t masks,
+                        const int64_t* groups, int64_t groups_length, float threshold, uint8_t* const* out,
+                        int threads) {
+  int64_t gates = 0;
+  for (int64_t m = 0; m < masks; ++m) gates += sizes[m];
   try {
+    std::vector<float> logits(gates);
+    std::vector<uint8_t> any(masks);
     std::vector<float> means(batch * channels), inner(batch * hidden);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && batch * channels * plane > 20000) schedule(static)
     for (int64_t row = 0; row < batch * channels; ++row) {
@@ -55,45 +63,34 @@ int headgate_gate_logits(const float* x, const uint8_t* open, int64_t open_strid
         for (int lane = 0; lane < 8; ++lane) sum += sums[lane];
         inner[b * hidden + h] = sum < 0.0f ? 0.0f : sum;
       }
-    for (int64_t b = 0; b < batch; ++b)
+    for (int64_t b = 0; b < batch; ++b) {
       for (int64_t g = 0; g < gates; ++g) {
         float sum = b2[g];
         for (int64_t h = 0; h < hidden; ++h) sum += w2[g * hidden + h] * inner[b * hidden + h];
-        logits[b * gates + g] = sum;
+        logits[g] = sum;
       }
+      const float* row = logits.data();
+      for (int64_t m = 0; m < masks; row += sizes[m], ++m) {
+        uint8_t* mask = out[m] + b * sizes[m];
+        any[m] = 0;
+        for (int64_t g = 0; g < sizes[m]; ++g) any[m] |= mask[g] = row[g] > threshold;
+        if (immortal[m] && !any[m]) {
+          mask[std::max_element(row, row + sizes[m]) - row] = 1;
+          any[m] = 1;
+        }
+      }
+      for (int64_t i = 0; i < groups_length; ++i) {
+        const int64_t start = i;
+        bool alive = true;
+        for (; groups[i] >= 0; ++i) alive &= any[groups[i]] != 0;
+        if (alive) continue;
+        for (int64_t j = start; j < i; ++j) std::memset(out[groups[j]] + b * sizes[groups[j]], 0, sizes[groups[j]]);
+      }
+    }
   } catch (...) {
     return -1;
   }
   return 0;
-}
-
-// From logits to bytes: for mask m of sizes[m] gates, masks[m] gets (batch, sizes[m]). A mask that must not close opens
-// its likeliest gate; of each group of masks (numbers, -1 behind each group), all close where one is closed.
-void headgate_decide(const float* logits, int64_t batch, const int64_t* sizes, const uint8_t* immortal, int64_t masks,
-                     const int64_t* groups, int64_t groups_length, float threshold, uint8_t* const* out) {
-  int64_t gates = 0;
-  for (int64_t m = 0; m < masks; ++m) gates += sizes[m];
-  std::vector<uint8_t> any(masks);
-  for (int64_t b = 0; b < batch; ++b) {
-    const float* row = logits + b * gates;
-    for (int64_t m = 0; m < masks; ++m) {
-      uint8_t* mask = out[m] + b * sizes[m];
-      any[m] = 0;
-      for (int64_t g = 0; g < sizes[m]; ++g) any[m] |= mask[g] = row[g] > threshold;
-      if (immortal[m] && !any[m]) {
-        mask[std::max_element(row, row + sizes[m]) - row] = 1;
-        any[m] = 1;
-      }
-      row += sizes[m];
-    }
-    for (int64_t i = 0; i < groups_length; ++i) {
-      const int64_t start = i;
-      bool alive = true;
-      for (; groups[i] >= 0; ++i) alive &= any[groups[i]] != 0;
-      if (!alive)
-        for (int64_t j = start; j < i; ++j) std::memset(out[groups[j]] + b * sizes[groups[j]], 0, sizes[groups[j]]);
-    }
-  }
 }
 
 // Max pooling of planes (height, width) -> (out_height, out_width).

@@ -35,15 +35,11 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
         pointer, pointer, pointer, pointer, pointer, pointer, number, pointer, number, pointer, flag, flag, flag, flag,
     ]  # fmt: skip
     found.headgate_conv2d.restype = ctypes.c_int
-    found.headgate_gate_logits.argtypes = [
-        pointer, pointer, number, pointer, pointer, pointer, pointer, pointer, number, number, number, number, number,
-        flag,
+    found.headgate_gate_masks.argtypes = [
+        pointer, pointer, number, pointer, pointer, pointer, pointer, number, number, number, number, pointer, pointer,
+        number, pointer, number, ctypes.c_float, pointer, flag,
     ]  # fmt: skip
-    found.headgate_gate_logits.restype = ctypes.c_int
-    found.headgate_decide.argtypes = [
-        pointer, number, pointer, pointer, number, pointer, number, ctypes.c_float, pointer,
-    ]  # fmt: skip
-    found.headgate_decide.restype = None
+    found.headgate_gate_masks.restype = ctypes.c_int
     found.headgate_max_pool.argtypes = [pointer, pointer, pointer, flag]
     found.headgate_max_pool.restype = None
     found.headgate_level.restype = ctypes.c_int
@@ -85,30 +81,36 @@ def _step(mask: Tensor | None) -> int:
     return 0 if mask is None or mask.shape[0] == 1 else mask.shape[1]
 
 
-def gate_masks(
-    x: Tensor, arriving: Tensor | None, trunk: tuple[Tensor, Tensor], head: tuple[Tensor, Tensor], threshold: float,
-    sizes: list[int], immortal: list[int], groups: list[int],
-) -> list[Tensor]:  # fmt: skip
-    """The masks that a gate network decides; what `plain.gate_masks` says, for contiguous images."""
-    found = compiled()
-    assert found is not None
-    images, channels = x.shape[:2]
-    gates = head[0].shape[0]
-    logits = torch.empty(images, gates)
-    failed = found.headgate_gate_logits(
-        x.data_ptr(), _at(arriving), _step(arriving), trunk[0].data_ptr(), trunk[1].data_ptr(), head[0].data_ptr(),
-        head[1].data_ptr(), logits.data_ptr(), images, channels, x[0, 0].numel(), trunk[0].shape[0], gates,
-        torch.get_num_threads(),
-    )  # fmt: skip
-    if failed:
-        raise MemoryError("the gates' scratch memory could not be allocated")
-    masks = [torch.empty(images, size, dtype=torch.bool) for size in sizes]
-    rows = (ctypes.c_void_p * len(masks))(*(mask.data_ptr() for mask in masks))
-    found.headgate_decide(
-        logits.data_ptr(), images, (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_uint8 * len(sizes))(*immortal),
-        len(sizes), (ctypes.c_int64 * max(len(groups), 1))(*groups), len(groups), threshold, rows,
-    )  # fmt: skip
-    return masks
+class Gates:
+    """A gate network from images to masks: what `plain.gate_masks` says, for contiguous float32 images."""
+
+    def __init__(
+        self, trunk: tuple[Tensor, Tensor], head: tuple[Tensor, Tensor], sizes: list[int], immortal: list[int],
+        groups: list[int],
+    ) -> None:  # fmt: skip
+        self.tensors = tuple(tensor.contiguous() for tensor in (*trunk, *head))
+        self.sizes = sizes
+        self._pointers = tuple(tensor.data_ptr() for tensor in self.tensors)
+        self._hidden = trunk[0].shape[0]
+        self._numbers = (
+            (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_uint8 * len(sizes))(*immortal), len(sizes),
+            (ctypes.c_int64 * max(len(groups), 1))(*groups), len(groups),
+        )  # fmt: skip
+        self._rows = ctypes.c_void_p * len(sizes)
+
+    def __call__(self, x: Tensor, arriving: Tensor | None, threshold: float) -> list[Tensor]:
+        found = compiled()
+        assert found is not None
+        images, channels = x.shape[:2]
+        masks = [torch.empty(images, size, dtype=torch.bool) for size in self.sizes]
+        failed = found.headgate_gate_masks(
+            x.data_ptr(), _at(arriving), _step(arriving), *self._pointers, images, channels,
+            x.numel() // max(images * channels, 1), self._hidden, *self._numbers, threshold,
+            self._rows(*(mask.data_ptr() for mask in masks)), torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("the gates' scratch memory could not be allocated")
+        return masks
 
 
 def max_pool2d(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, y: Tensor) -> None:

@@ -120,7 +120,8 @@ def _gates_on_cpu(
 ) -> list[Tensor]:  # fmt: skip
     trunk, head = (trunk_weight, trunk_bias), (head_weight, head_bias)
     if x.dim() > 2 and x.numel() and _native(x, trunk_weight):
-        return native.gate_masks(x.contiguous(), _bytes(arriving), trunk, head, threshold, sizes, immortal, groups)
+        gates = native.Gates(trunk, head, sizes, immortal, groups)
+        return gates(x.contiguous(), _bytes(arriving), threshold)
     means = x.float().mean(list(range(2, x.dim()))) if x.dim() > 2 else x.float()
     return plain.gate_masks(means, arriving, trunk, head, threshold, sizes, immortal, groups)
 
