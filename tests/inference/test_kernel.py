@@ -101,9 +101,76 @@ def test_every_instruction_set(level: int, case: dict[str, Any]) -> None:
     as_bytes = lambda mask: None if mask is None else mask.contiguous()  # noqa: E731
     native.conv2d(
         case["x"].contiguous(), case["w"], case["b"], as_bytes(case["in_mask"]), as_bytes(case["out_mask"]),
-        case["residual"], *case["pairs"], case["relu"], y, level,
+        case["residual"], *case["pairs"], case["relu"], y, level=level,
     )  # fmt: skip
     torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), rectified=st.booleans(), threads=st.integers(1, 3))
+def test_adding_to_the_residual_in_its_place(case: dict[str, Any], rectified: bool, threads: int) -> None:
+    residual = case["residual"]
+    if residual is None:
+        residual = torch.randn_like(reference(**case))
+    residual = residual.abs() if rectified else residual
+    expected = reference(**{**case, "residual": residual})
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.ops.headgate.masked_conv2d_add_(
+            case["x"], case["w"], case["b"], case["in_mask"], case["out_mask"], residual,
+            *(list(pair) for pair in case["pairs"]), case["relu"], rectified,
+        )  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(residual, expected, rtol=1e-3, atol=1e-3)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    images=st.integers(1, 3), channels=st.integers(1, 20), size=st.integers(1, 9), seed=st.integers(0, 2**31),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), arriving=st.booleans(),
+    threshold=st.sampled_from([-1e9, 0.0, 0.4, 1e9]),
+)  # fmt: skip
+def test_a_gate_network_and_its_twin(
+    images: int, channels: int, size: int, seed: int, sizes: list[int], arriving: bool, threshold: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    noise = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    x = noise(images, channels, size, size + 1)
+    trunk, head = (noise(16, channels), noise(16)), (noise(sum(sizes), 16), noise(sum(sizes)))
+    mask = torch.rand(images, channels, generator=generator) < 0.6 if arriving else None
+    immortal = [number % 2 for number in range(len(sizes))]
+    groups = [*range(0, len(sizes), 2), -1, len(sizes) - 1, -1]
+    means = x.mean((2, 3))
+    expected = plain.gate_masks(means, mask, trunk, head, threshold, sizes, immortal, groups)
+    found = torch.ops.headgate.gate_masks(x, mask, *trunk, *head, threshold, sizes, immortal, groups)
+    logits = F.linear(torch.relu(F.linear(means if mask is None else means * mask, *trunk)), *head)
+    if bool(((logits - threshold).abs() < 1e-4).any()):
+        return  # rounding decides
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    for number, part in enumerate(found):
+        assert part.shape == (images, sizes[number])
+    if threshold == 1e9 and len(sizes) > 1:
+        assert not found[0].any(), "a group closes with its first member"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(3, 12), st.integers(3, 12)),
+    kernel_size=st.tuples(st.integers(1, 3), st.integers(1, 3)), stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padded=st.booleans(), seed=st.integers(0, 2**31), nan=st.booleans(),
+)  # fmt: skip
+def test_max_pooling(
+    shape: tuple[int, ...], kernel_size: tuple[int, int], stride: tuple[int, int], padded: bool, seed: int, nan: bool
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if nan:
+        x[0, 0, 1, 1] = float("nan")
+    padding = [size // 2 if padded else 0 for size in kernel_size]
+    expected = F.max_pool2d(x, kernel_size, stride, padding)
+    found = torch.ops.headgate.max_pool2d(x, list(kernel_size), list(stride), padding)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_kernel_was_compiled_where_there_is_a_compiler() -> None:
