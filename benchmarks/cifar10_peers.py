@@ -96,6 +96,7 @@ def _options() -> Namespace:
     made.add_argument("--target", type=float, default=0.5, help="share of the MACs")
     made.add_argument("--validation", type=int, default=0, help="training images to hold out and measure on")
     made.add_argument("--threads", type=int, default=2)
+    made.add_argument("--compile", action="store_true", help="torch.compile the phases without gates")
     made.add_argument("--checkpoint-seconds", type=float, default=60.0)
     made.add_argument("--out", type=Path, help="folder of the cells; runs/cifar10_peers if not given")
     made.add_argument("--record", type=Path, help=f"the record to write; {RECORD.name} if not given and no trial")
@@ -125,7 +126,8 @@ def recipe_for(method: str, seed: int, options: Namespace) -> Recipe:
     base = method.removesuffix(DISTILLED)
     recipe = replace(
         recipe_named(START), name=method, weights=options.weights, data_dir=options.data_dir, seed=seed,
-        target=f"{options.target:g}", validation=options.validation, **_phases(base, options), **OURS.get(base, {}),
+        target=f"{options.target:g}", validation=options.validation, compile=options.compile,
+        **_phases(base, options), **OURS.get(base, {}),
     )  # fmt: skip
     if base in PRUNERS and options.tune_lr is not None:
         recipe = replace(recipe, tune_lr=options.tune_lr)

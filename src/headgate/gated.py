@@ -8,6 +8,7 @@ nothing of training loops, data sets or the command line.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from headgate.gates.draws import Board, Channels, Draw, Group, Ledger, attach
 from headgate.gates.dynamic import DynamicGates
 from headgate.gates.gumbel import Backward, Relaxation, logistic_noise
 from headgate.gates.gumbel import draw as draw_gates
+from headgate.gates.prime import marginal_macs, primed_logits
 from headgate.gates.static import StaticGates
 from headgate.graph.analyse import Settings, StreamForm, analyse, check_frozen_names
 from headgate.graph.grouping import ChannelGraph, Granularity, Reader
@@ -389,6 +391,50 @@ class GatedModel(nn.Module):
             for number, (mask, part) in enumerate(zip(self.graph.masks, self._last.probabilities, strict=True))
             if (seen := fixed.get(number, part)) is not None
         }
+
+    def prime_(
+        self, loader: Iterable[Any], batches: int = 40, *, spread: float = 1.5, probability: float = 0.95
+    ) -> GatedModel:
+        """Let the gates start from what the trained network says: those whose channels matter least to the loss, for
+        the MACs they cost, start least likely to be open.
+
+        Takes a loader of (images, labels) of a classifier; logits get a deviation of `spread` around that of
+        `probability`. Gates that depend on the input start from there too.
+        """
+        if not 0 < probability < 1:
+            raise HeadgateError(f"probability={probability}: it must be between 0 and 1, e.g. 0.95")
+        self.unsqueeze_()
+        worth_G = self._worth(loader, batches)
+        logit = math.log(probability / (1 - probability))
+        logits_G = primed_logits(worth_G, marginal_macs(self.cost, self._ledger).to(worth_G), logit, spread)
+        with torch.no_grad():
+            self.gates.logits.copy_(logits_G[self._fixed.gates])
+            for group, network in zip(self._groups, () if self.dynamic is None else self.dynamic.networks, strict=True):
+                network.head.bias.copy_(logits_G[group.gates])  # type: ignore[union-attr, operator]
+        self._macs = self._last = None
+        return self
+
+    def _worth(self, loader: Iterable[Any], batches: int) -> Tensor:
+        """The mean square over images of the loss's gradient with respect to each gate, all gates open."""
+        device = next(self.parameters()).device
+        total, images_seen = torch.zeros(self.graph.gate_count, dtype=torch.float64), 0
+        training = self.training
+        self.eval()
+        try:
+            for batch in itertools.islice(loader, batches):
+                images, labels = inputs_of(batch)[0].to(device), batch[1].to(device)
+                gates_BG = torch.ones(len(images), self.graph.gate_count, device=device, requires_grad=True)
+                self._board.draw = self._ledger.draw(gates_BG)
+                loss = nn.functional.cross_entropy(tensors_in(self.model(images))[0].float(), labels, reduction="sum")
+                (gradient_BG,) = torch.autograd.grad(loss, gates_BG)
+                total += gradient_BG.double().square().sum(0).cpu()
+                images_seen += len(images)
+        finally:
+            self._board.draw = None
+            self.train(training)
+        if not images_seen:
+            raise HeadgateError("the loader is empty: prime_ needs at least one batch")
+        return total / images_seen
 
     def squeeze_(self, below: float = 0.02, optimizer: Optimizer | None = None, least_gain: float = 0.05) -> bool:
         """Stop computing channels whose gates are open with a probability under `below`: they stay closed for good.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from headgate.errors import HeadgateError, NotDecided, ShrinkMismatch
 from headgate.gates.dynamic import GateNetwork
 from headgate.inference import compact as compact_module
 from headgate.inference.compact import ALWAYS, DEPENDS, NEVER, GateSite, gates_over_all_images
+from headgate.inference.export import export_onnx
 from headgate.inference.kernel.prepared import Conv
 from headgate.models import cifar_resnet20
 from tests.gates.test_dynamic import opinionated_, sites_of, two_blocks
@@ -196,6 +200,31 @@ def test_a_wrong_compact_network_is_never_handed_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(compact_module, "fuse_conv_bn_weights", lambda w, b, *rest: (w, torch.zeros(len(w))))
     with pytest.raises(ShrinkMismatch, match="differs"):
         gated.compact()
+
+
+def test_the_plain_form_answers_the_same_in_onnx_too(tmp_path: Path) -> None:
+    gated = opinionated(cifar_resnet20, randn(1, 3, 32, 32))
+    open_gates = np.random.default_rng(0).random(gated.graph.gate_count) < 0.4
+    sure_(gated, open_gates)
+    fast = gated.compact()
+    twin = fast.in_plain_operators()
+    compare(gated, fast, (3, 32, 32), 3, 2)
+    x = randn(3, 3, 32, 32, seed=2)
+    assert difference(fast(x), twin(x)) < CLOSE
+    names = {str(node.target) for node in twin.graph.nodes}
+    assert not any("headgate." in name and "masked_conv" in name for name in names)
+    export_onnx(twin, randn(1, 3, 32, 32), tmp_path / "masked.onnx")  # compares ONNX Runtime's answers
+    assert (tmp_path / "masked.onnx").stat().st_size > 100_000
+
+
+def test_a_compact_network_can_be_copied() -> None:
+    gated = opinionated(two_blocks, randn(1, 3, 8, 8))
+    fast = gated.compact()
+    twin = copy.deepcopy(fast)
+    x = randn(2, 3, 8, 8, seed=3)
+    before = fast(x)
+    fast.tau = 0.9
+    assert torch.equal(twin(x), before) and twin.tau != fast.tau
 
 
 def test_compact_networks_can_be_exported_and_compiled() -> None:

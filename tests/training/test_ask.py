@@ -43,7 +43,7 @@ def test_every_strategy_can_be_evaluated(folder: Path, strategy: str) -> None:
 
 
 def test_a_sweep_costs_less_with_a_higher_tau(folder: Path) -> None:
-    macs = [row["macs"] for row in json.loads(ask("evaluate", str(folder), "--sweep", "--json"))]
+    macs = [row["macs"] for row in json.loads(ask("evaluate", str(folder), "--sweep-tau", "--json"))]
     assert macs == sorted(macs, reverse=True) and macs[0] > macs[-1]
 
 

@@ -422,3 +422,17 @@ def test_a_dense_run_is_a_run_too(tmp_path: Path) -> None:
 
 def test_the_embedded_recipe_is_what_the_demo_trains() -> None:
     assert RECIPES["digits-static"].model == "digits_resnet"
+
+
+def test_a_run_can_start_from_what_the_network_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"prime_batches": 3, "prime_spread": 2.0}
+    run(tmp_path / "whole", **changes)
+    obey = loop._obey
+    stop_at_(monkeypatch, "gates", 5)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", **changes)
+    monkeypatch.setattr(loop, "_obey", obey)
+    go(tmp_path / "run", None, EVERY_STEP)
+    assert same_weights(tmp_path / "whole", tmp_path / "run")
+    run(tmp_path / "alike")
+    assert not same_weights(tmp_path / "whole", tmp_path / "alike", "gated.safetensors")

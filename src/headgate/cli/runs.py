@@ -23,7 +23,9 @@ def evaluate(
     runs: Annotated[int, typer.Option(help="For ensembles: sampled runs.")] = 5,
     combine: Annotated[str, typer.Option(help="For ensembles: mean or vote.")] = "mean",
     seed: Annotated[int, typer.Option(help="For sampled strategies.")] = 0,
-    sweep: Annotated[bool, typer.Option("--sweep", help="A table over tau.")] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep-tau", help="A table over tau; with milliseconds, where gates depend on the image.")
+    ] = False,
     data_dir: Annotated[str | None, typer.Option(help="Where the data is, if not where it was.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -32,7 +34,7 @@ def evaluate(
 
     with friendly_errors():
         if sweep and strategy is not None:
-            raise HeadgateError("--sweep moves tau, so it goes without --strategy")
+            raise HeadgateError("--sweep-tau moves tau, so it goes without --strategy")
         known: dict[str, dict[str, Any]] = {
             "threshold": {"tau": tau}, "sample": {"seed": seed},
             "ensemble": {"runs": runs, "combine": combine, "seed": seed},
@@ -41,15 +43,16 @@ def evaluate(
     if as_json:
         print_json(rows)
     else:
+        timed = ["ms an image"] if rows and "milliseconds" in rows[0] else []
         cells = [
-            [row["network"], f"{row['accuracy']:.2%}", f"{row['macs']:,.0f}", f"{row['macs_fraction']:.2%}"]
+            [
+                row["network"], f"{row['accuracy']:.2%}", f"{row['macs']:,.0f}", f"{row['macs_fraction']:.2%}",
+                *([f"{row['milliseconds']:.2f}"] if timed else []),
+            ]
             for row in rows
-        ]
-        print_table(
-            f"{run}: {rows[0]['measured_on']} images" if rows else str(run),
-            ["network", "accuracy", "MACs", "of dense"],
-            cells,
-        )
+        ]  # fmt: skip
+        title = f"{run}: {rows[0]['measured_on']} images" if rows else str(run)
+        print_table(title, ["network", "accuracy", "MACs", "of dense", *timed], cells)
 
 
 def shrink(
@@ -70,7 +73,7 @@ def shrink(
     if as_json:
         print_json(made)
         return
-    rows = [[name, str(made[name]["macs"]), str(made[name]["parameters"])] for name in ("dense", "shrunk")]
+    rows = [[name, str(size["macs"]), str(size["parameters"])] for name, size in made.items() if name != "files"]
     print_table(str(run), ["network", "MACs", "parameters"], rows)
     typer.echo("\n".join(f"wrote {file}" for file in made["files"]) or f"it is in {run / 'small.safetensors'}")
 
@@ -82,7 +85,7 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Milliseconds of the dense and the shrunk network, in PyTorch and (if installed) ONNX Runtime."""
+    """Milliseconds of the dense and the smaller network, in PyTorch and (if installed) ONNX Runtime."""
     from headgate.training import ask
 
     with friendly_errors():
@@ -94,10 +97,10 @@ def bench(
         return
     cells = [
         [
-            row["engine"], str(row["batch"]), f"{row['dense_ms']:.2f}", f"{row['shrunk_ms']:.2f}",
+            row["engine"], str(row["batch"]), f"{row['dense_ms']:.2f}", f"{row['small_ms']:.2f}",
             f"{row['speed_up']:.2f} ± {row['spread']:.2f}", f"{row['macs_ratio']:.2f}",
         ]
         for row in rows
     ]  # fmt: skip
-    columns = ["engine", "batch", "dense ms", "shrunk ms", "times as fast", "fewer MACs"]
+    columns = ["engine", "batch", "dense ms", "small ms", "times as fast", "fewer MACs"]
     print_table(f"{run}: median of {rounds} interleaved rounds", columns, cells)

@@ -211,7 +211,7 @@ def spread(mask_BC: Tensor, x: Tensor, axis: int | None, batch_axis: int = 0) ->
 
     Where images are folded with something else (windows, tokens), their masks are repeated.
     """
-    images, places = len(mask_BC), x.shape[batch_axis]
+    images, places = mask_BC.shape[0], x.shape[batch_axis]
     if images > 1 and places != images:
         mask_BC = mask_BC.repeat_interleave(places // images, 0) if places % images == 0 else mask_BC[:1]
     shape = [1] * x.dim()

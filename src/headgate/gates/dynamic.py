@@ -103,6 +103,7 @@ def pooled(x: Tensor, site: Site, images: int) -> Tensor:
     means = x.float().mean(rest) if rest else x.float()
     if axis < site.batch_axis:
         means = means.t()
-    if len(means) != images and len(means) % images == 0:  # windows or tokens folded with images
-        means = means.reshape(images, len(means) // images, -1).mean(1)
+    places = means.shape[0]  # len() would make a number of it, and an exported graph one of this many images
+    if places != images and places % images == 0:  # windows or tokens folded with images
+        means = means.reshape(images, places // images, -1).mean(1)
     return means

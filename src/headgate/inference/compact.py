@@ -32,7 +32,7 @@ from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, CostItem, Decisio
 from headgate.graph.plan import make_plan
 from headgate.graph.relayout import dense_name
 from headgate.graph.sites import Site
-from headgate.inference.kernel import native, op  # noqa: F401  (op registers the kernel)
+from headgate.inference.kernel import native, op, plain  # noqa: F401  (op registers the kernel)
 from headgate.inference.kernel.prepared import Conv
 from headgate.inference.shrink import build
 
@@ -120,6 +120,8 @@ class GateSite(nn.Module):
         self.register_buffer("head_bias", bias[index].contiguous())
         self.site = site
         self._made: tuple[int, native.Gates] | None = None
+        self.plain = False
+        """Whether to use torch's own operators only."""
         self.threshold = 0.0
         self.sizes = [int(left[mask.gates].sum()) for mask in masks]
         self.immortal = [int(not mask.may_die) for mask in masks]
@@ -135,6 +137,13 @@ class GateSite(nn.Module):
 
         `arriving` is the mask of the channels of `x` that was decided before, where there is one.
         """
+        if self.plain:
+            trunk: Any = self.trunk_weight, self.trunk_bias
+            head: Any = self.head_weight, self.head_bias
+            means = pooled(x, self.site, x.shape[0])
+            return plain.gate_masks(
+                means, arriving, trunk, head, self.threshold, self.sizes, self.immortal, self.groups
+            )  # fmt: skip
         if self.site.axis % x.dim() != 1 or self.site.batch_axis != 0:
             x = pooled(x, self.site, len(x))
         elif x.dim() > 2 and x.dtype == torch.float32 and x.numel() and not torch.compiler.is_compiling():
@@ -165,7 +174,7 @@ class GateSite(nn.Module):
 
 def join_masks(parts: Sequence[Tensor], index: Tensor) -> Tensor:
     """Channels' gates picked from several masks; the last place stands for channels that are always open."""
-    images = max(len(part) for part in parts)
+    images = max((part.shape[0] for part in parts), key=lambda size: size != 1)
     ones = parts[0].new_ones(images, 1)
     return torch.cat([*(part.expand(images, -1) for part in parts), ones], 1).index_select(1, index)
 
@@ -618,6 +627,34 @@ class CompactModel(nn.Module):
         for module in self.program.modules():
             if isinstance(module, GateSite):
                 module.threshold = _logit(tau)
+
+    def in_plain_operators(self) -> nn.Module:
+        """The same network in PyTorch's own operators, which computes everything and masks: for export to ONNX."""
+        graph = copy.deepcopy(self.program.graph)
+        twin = fx.GraphModule(copy.deepcopy(self.program), graph)
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        for node in list(graph.nodes):
+            in_place = node.target is torch.ops.headgate.masked_conv2d_add_.default
+            if node.target is torch.ops.headgate.max_pool2d.default:
+                node.target = aten.max_pool2d.default
+            if not in_place and node.target is not torch.ops.headgate.masked_conv2d.default:
+                continue
+            with graph.inserting_before(node):
+                made = graph.call_function(plain.conv2d, node.args[:10])
+            order[made] = order[node]
+            if in_place:
+                residual: Any = node.args[5]
+                for user in [user for user in residual.users if order[user] > order[node]]:
+                    user.replace_input_with(residual, made)
+            else:
+                node.replace_all_uses_with(made)
+            graph.erase_node(node)
+        for site in twin.modules():
+            if isinstance(site, GateSite):
+                site.plain = True
+        graph.lint()
+        twin.recompile()
+        return twin
 
     def choose_(self, images: Tensor) -> None:
         """Time every layer both ways on these images, and compute densely where that is quicker."""

@@ -7,7 +7,9 @@ is told to write there.
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headgate.analysis.measure import module_call, onnx_call, ratio, time_interleaved, torch_threads
+from headgate.analysis.measure import Timing, module_call, onnx_call, ratio, time_interleaved, torch_threads
 from headgate.data.batches import Split
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError
@@ -29,6 +31,7 @@ from headgate.training.prepare import Start, data_of, start_of
 from headgate.training.run import NETWORKS, RESULT, measured, recipe_in
 from headgate.training.team import Team
 
+TIMED_IMAGES = 60
 TITLES = {"decided": "decided, not tuned"}
 TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
@@ -78,10 +81,12 @@ def evaluate(
     team = Team()
     dense_macs = count_macs(start.architecture(), start.example)
     rows: list[tuple[str, float, float]]
+    milliseconds: dict[str, float] = {}
     if sweep:
         gated = _gated(folder, start).to(team.device)
         points = gated.sweep_tau(_TestImages(data.test), TAUS)
         rows = [(f"tau {point.tau:g}", point.accuracy, point.macs) for point in points]
+        milliseconds = _milliseconds(gated, data) if gated.dynamic is not None else {}
     elif strategy is not None:
         gated = _gated(folder, start).to(team.device)
         gated.strategy(strategy, **_with_generator(options or {}, team.device))
@@ -101,8 +106,25 @@ def evaluate(
             "measured_on": "validation" if start.recipe.validation else "test",
             "images": len(data.test),
         }
+        | ({"milliseconds": milliseconds[name]} if name in milliseconds else {})
         for name, share, macs in rows
     ]
+
+
+def _milliseconds(gated: GatedModel, data: DataSet) -> dict[str, float]:
+    """What one image takes at each tau, one at a time: the median over some of them."""
+    fast = gated.cpu().compact()
+    images = next(iter(data.test.eval_batches(TIMED_IMAGES)))[0]
+    found = {}
+    for tau in TAUS:
+        fast.tau = tau
+        times = []
+        for image in images.split(1):
+            before = time.perf_counter()
+            fast(image)
+            times.append((time.perf_counter() - before) * 1000)
+        found[f"tau {tau:g}"] = statistics.median(times)
+    return found
 
 
 def _with_generator(options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -125,8 +147,14 @@ class _TestImages:
 def shrink(
     folder: Path, out: Path | None, onnx: Path | None, *, round_to: int = 1, fold_batchnorm: bool = False
 ) -> dict[str, Any]:
-    """Write the run's smaller network as it was tuned; with `round_to`, one of rounder widths, which was not tuned."""
+    """Write the run's smaller network as it was tuned; with `round_to`, one of rounder widths, which was not tuned.
+
+    A conditional network has no smaller form that is a file of its own: it can be written as ONNX, which computes
+    everything and masks.
+    """
     start = _start(folder)
+    if start.recipe.kind == "dynamic":
+        return _write_conditional(folder, start, out, onnx, round_to > 1 or fold_batchnorm)
     if round_to > 1 or fold_batchnorm:
         if out is None and onnx is None:
             raise HeadgateError("another network than the run's needs a place of its own: give --out or --onnx")
@@ -148,16 +176,39 @@ def shrink(
     }
 
 
+def _write_conditional(
+    folder: Path, start: Start, out: Path | None, onnx: Path | None, other_widths: bool
+) -> dict[str, Any]:  # fmt: skip
+    if out is not None or onnx is None or other_widths:
+        raise HeadgateError(
+            f"the gates of {folder} depend on the image, so there are no widths to shrink to: give --onnx for the "
+            f"masked network as ONNX, or use headgate.load({str(folder / NETWORKS['conditional'])!r}, model).compact()"
+        )
+    gated = _gated(folder, start)
+    export_onnx(gated.compact().in_plain_operators(), start.example, onnx)
+    size = _size(network(folder, "dense", start), start.example)
+    return {"files": [str(onnx)], "dense": size, "conditional": {**size, "parameters": _count(gated)}}
+
+
 def _size(net: nn.Module, example: Tensor) -> dict[str, int]:
-    return {"macs": count_macs(net, example), "parameters": sum(p.numel() for p in net.parameters())}
+    return {"macs": count_macs(net, example), "parameters": _count(net)}
+
+
+def _count(net: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in net.parameters())
 
 
 def bench(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of dense and shrunk, interleaved, in PyTorch and ONNX Runtime where that is installed."""
-    start = _start(folder)
+    """Milliseconds of the dense and the smaller network, interleaved, in PyTorch and ONNX Runtime where installed.
+
+    A conditional network is compared in PyTorch, on images of its data: noise would open other channels.
+    """
     threads = threads or torch.get_num_threads()
-    nets = {"dense": network(folder, "dense", start).eval(), "shrunk": network(folder, "shrunk", start).eval()}
-    macs_ratio = count_macs(nets["dense"], start.example) / count_macs(nets["shrunk"], start.example)
+    if recipe_in(folder).kind == "dynamic":
+        return _bench_conditional(folder, batches, threads, rounds)
+    start = _start(folder)
+    nets = {"dense": network(folder, "dense", start).eval(), "small": network(folder, "shrunk", start).eval()}
+    macs_ratio = count_macs(nets["dense"], start.example) / count_macs(nets["small"], start.example)
     rows = []
     with tempfile.TemporaryDirectory() as scratch, torch_threads(threads):
         exported = _exported(nets, start.example, Path(scratch))
@@ -167,16 +218,33 @@ def bench(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> 
             calls |= {f"ONNX Runtime {name}": onnx_call(path, x, threads) for name, path in exported.items()}
             timings = time_interleaved(calls, rounds, settle=1)
             for engine in ("PyTorch", *(["ONNX Runtime"] if exported else [])):
-                dense, small = timings[f"{engine} dense"], timings[f"{engine} shrunk"]
-                faster = ratio(dense, small)
-                rows.append(
-                    {
-                        "engine": engine, "batch": batch, "threads": threads, "dense_ms": dense.median_ms,
-                        "shrunk_ms": small.median_ms, "speed_up": faster.median, "spread": faster.iqr / 2,
-                        "macs_ratio": macs_ratio,
-                    }
-                )  # fmt: skip
+                both = timings[f"{engine} dense"], timings[f"{engine} small"]
+                rows.append(_bench_row(engine, batch, threads, *both, macs_ratio))
     return rows
+
+
+def _bench_conditional(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> list[dict[str, Any]]:
+    start, data = _open(folder)
+    dense, gated = network(folder, "dense", start).eval(), _gated(folder, start)
+    rows = []
+    with torch_threads(threads):
+        for batch in batches:
+            images, _ = next(iter(data.test.eval_batches(batch)))
+            with torch.no_grad():
+                gated(images)
+            calls = {"dense": module_call(dense, images), "conditional": module_call(gated.compact(images), images)}
+            timings = time_interleaved(calls, rounds, settle=1)
+            fewer = gated.dense_macs / gated.macs()
+            rows.append(_bench_row("PyTorch", batch, threads, timings["dense"], timings["conditional"], fewer))
+    return rows
+
+
+def _bench_row(engine: str, batch: int, threads: int, dense: Timing, small: Timing, fewer: float) -> dict[str, Any]:
+    faster = ratio(dense, small)
+    return {
+        "engine": engine, "batch": batch, "threads": threads, "dense_ms": dense.median_ms,
+        "small_ms": small.median_ms, "speed_up": faster.median, "spread": faster.iqr / 2, "macs_ratio": fewer,
+    }  # fmt: skip
 
 
 def _exported(nets: Mapping[str, nn.Module], example: Tensor, folder: Path) -> dict[str, Path]:

@@ -288,7 +288,8 @@ def accuracy(net: nn.Module, split: Split, team: Team, batch_size: int = EVAL_BA
 
 
 def calibration_batches(split: Split, recipe: Recipe) -> Iterator[Any]:
-    """Training images to re-estimate BatchNorm on: the same in every process."""
-    epochs = -(-recipe.calibration_batches // split.steps(recipe.batch_size))
+    """Training images to prime gates and to re-estimate BatchNorm on: the same in every process."""
+    wanted = max(recipe.calibration_batches, recipe.prime_batches)
+    epochs = -(-wanted // split.steps(recipe.batch_size))
     for epoch in range(max(1, epochs)):
         yield from split.train_batches(recipe.batch_size, seed=_number(recipe.seed, "tune", 10**6), epoch=epoch)

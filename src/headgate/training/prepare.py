@@ -107,6 +107,8 @@ def check(recipe: Recipe, data: DataSet) -> None:
             "the run would gate a network with random weights: "
             "give --weights FILE, or train it first with --dense-epochs"
         )
+    if recipe.tune_epochs and not recipe.gate_epochs:
+        raise HeadgateError(f"recipe {recipe.name!r}: there is nothing to tune without gates: gate_epochs=0")
     if recipe.compile:
         _check_compiler()
     model = start.build().eval()

@@ -69,6 +69,8 @@ class Recipe:
     budget_weight: float = about("Weight of the squared distance to the target of the moment.", 50.0)
     ramp: float = about("Share of the gate phase over which the target comes down.", 0.6)
     initial_probability: float = about("P(open) of every gate at the start.", 0.95)
+    prime_batches: int = about("Batches from which gates learn where to start; 0: all start alike.", 0)
+    prime_spread: float = about("How far apart they then start: the deviation of their logits.", 1.5)
     temperature: float = about("Of the Gumbel-softmax.", 1.0)
     hard: bool = about("Straight-through 0/1 gates (the soft ones otherwise).", True)
     backward: str = about("What stands for Z backward: sample or probability.", "sample")
@@ -102,9 +104,8 @@ class Recipe:
     workers: int = about("Processes that decode images, for folder:PATH.", 0)
 
     def __post_init__(self) -> None:
-        for name in ("dense_epochs", "gate_epochs", "tune_epochs", "validation", "workers"):
+        for name in ("dense_epochs", "gate_epochs", "tune_epochs", "validation", "workers", "prime_batches"):
             _check(getattr(self, name) >= 0, self, name, "it can't be negative")
-        _check(self.gate_epochs > 0 or self.tune_epochs == 0, self, "gate_epochs", "above 0 to tune")
         for name in ("batch_size", "step_epochs", "round_to", "calibration_batches"):
             _check(getattr(self, name) >= 1, self, name, "at least 1")
         _check(self.seed >= 0, self, "seed", "0 or more")
@@ -114,7 +115,7 @@ class Recipe:
             _check(getattr(self, name) in choices, self, name, f"one of {', '.join(choices)}")
         for name in ("ramp", "distill", "squeeze_below", "label_smoothing"):
             _check(0 <= getattr(self, name) <= 1, self, name, "a share, from 0 to 1")
-        for name in ("dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay"):
+        for name in ("dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay", "prime_spread"):
             value = getattr(self, name)
             _check(math.isfinite(value) and value >= 0, self, name, "a number from 0 on")
 

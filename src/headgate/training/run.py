@@ -108,6 +108,11 @@ class Run:
     def _carry_out(self, name: PhaseName, start: Start, data: DataSet, resumed: checkpoints.Checkpoint | None) -> None:
         net = self._net(name, start, data).to(self.team.device)
         inside = resumed is not None and bool(resumed.tensors)
+        if isinstance(net, GatedModel) and name == "gates" and self.recipe.prime_batches and not inside:
+            net.prime_(
+                calibration_batches(data.train, self.recipe), self.recipe.prime_batches,
+                spread=self.recipe.prime_spread, probability=self.recipe.initial_probability,
+            )  # fmt: skip
         if resumed is not None and inside:
             checkpoints.restore_net_(resumed, net)
         phase = begin(name, net, self.recipe, self._teacher(name, start))

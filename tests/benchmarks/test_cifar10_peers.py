@@ -1,0 +1,40 @@
+"""The table of peers: every method has a recipe, and all of them take as many epochs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(sys, "argv", ["cifar10_peers.py", "--weights", "w.safetensors", "--data-dir", "d"])
+    import cifar10_peers
+
+    return cifar10_peers
+
+
+def test_every_method_takes_the_same_epochs(peers) -> None:  # type: ignore[no-untyped-def]
+    options = peers._options()
+    recipes = {
+        name: peers.recipe_for(name, 1, options) for base in peers.METHODS for name in (base, base + peers.DISTILLED)
+    }
+    assert {recipe.epochs for recipe in recipes.values()} == {10}
+    assert {recipe.batch_size for recipe in recipes.values()} == {128}
+    assert all(recipe.seed == 1 and recipe.target == "0.5" for recipe in recipes.values())
+    assert recipes["aig-layers"].granularity == "layer" and recipes["aig-layers"].loss == "per_gate"
+    assert {name for name, recipe in recipes.items() if recipe.distill} == {
+        n for n in recipes if n.endswith("+distill")
+    }
+
+
+def test_a_recipe_with_other_epochs_is_refused(peers) -> None:  # type: ignore[no-untyped-def]
+    options = peers._options()
+    options.set = ["headgate.tune_epochs=20"]
+    with pytest.raises(ValueError, match="22 epochs, but all methods take 10"):
+        peers.recipe_for("headgate", 0, options)

@@ -1,0 +1,94 @@
+"""Primed gates: in the order of what the network loses without them, for what they cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import headgate
+from headgate.errors import HeadgateError
+from headgate.gates.prime import marginal_macs, primed_logits
+from tests.gates.test_dynamic import two_blocks
+from tests.oracle import randn
+
+
+def batches(count: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(randn(16, 3, 8, 8, seed=seed), torch.arange(16) % 5) for seed in range(count)]
+
+
+def test_marginal_macs_are_what_closing_one_gate_saves() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8))
+    shares = marginal_macs(gated.cost, gated._ledger)
+    decisions = torch.ones(gated.graph.gate_count, dtype=torch.bool).numpy()
+    for gate in range(0, gated.graph.gate_count, 5):
+        decisions[gate] = False
+        saved = gated.dense_macs - gated.cost.decided_macs(decisions)
+        decisions[gate] = True
+        assert float(shares[gate]) * gated.dense_macs == pytest.approx(saved, rel=1e-3)
+
+
+def test_the_worth_of_a_gate_is_its_mean_squared_gradient() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8))
+    (x, y), *_ = batches()
+    worth = gated._worth([(x, y)], 1)
+    gated.eval().strategy("always_on")
+    for image in range(2):  # one image at a time, by the definition
+        single = gated._worth([(x[image : image + 1], y[image : image + 1])], 1)
+        z = torch.ones(1, gated.graph.gate_count, requires_grad=True)
+        gated._board.draw = gated._ledger.draw(z)
+        loss = F.cross_entropy(gated.model(x[image : image + 1]), y[image : image + 1])
+        gated._board.draw = None
+        (gradient,) = torch.autograd.grad(loss, z)
+        torch.testing.assert_close(single, gradient[0].double() ** 2)
+    each = [gated._worth([(x[i : i + 1], y[i : i + 1])], 1) for i in range(16)]
+    torch.testing.assert_close(worth, torch.stack(each).mean(0), rtol=1e-3, atol=1e-9)
+
+
+@torch.no_grad()
+def test_channels_that_say_nothing_start_least_likely() -> None:
+    model = two_blocks()
+    block = next(module for module in model.modules() if hasattr(module, "conv2"))
+    block.conv2.weight[:, 2] = 0  # nobody hears what inner channel 2 says
+    gated = headgate.gate(model, randn(1, 3, 8, 8))
+    with torch.enable_grad():
+        gated.prime_(batches())
+    name = next(mask.name for mask in gated.graph.masks if mask.name.endswith("conv1"))
+    p = gated.gate_probabilities()[name]
+    assert int(p.argmin()) == 2 and float(p[2]) < 0.5
+    every = torch.cat(list(gated.gate_probabilities().values()))
+    logits = torch.logit(every.double())
+    assert float(logits.mean()) == pytest.approx(2.944, abs=0.05) and float(logits.std()) == pytest.approx(1.5, abs=0.1)
+
+
+def test_spread_zero_starts_all_alike() -> None:
+    logits = primed_logits(torch.rand(9), torch.rand(9), 2.0, 0.0)
+    torch.testing.assert_close(logits, torch.full((9,), 2.0))
+    assert primed_logits(torch.ones(4), torch.ones(4), 1.0, 3.0).isfinite().all()
+
+
+def test_gates_that_depend_on_the_input_start_from_there_too() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic").prime_(batches())
+    static = headgate.gate(two_blocks(), randn(1, 3, 8, 8), stream="indexed").prime_(batches())
+    gated.eval()(randn(4, 3, 8, 8))
+    for name, p in gated.gate_probabilities().items():
+        q = static.gate_probabilities()[name]
+        torch.testing.assert_close(p if p.dim() == 1 else p.mean(0), q, atol=0.02, rtol=0)
+
+
+def test_priming_changes_nothing_but_the_gates() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8)).train()
+    before = {name: value.clone() for name, value in gated.model.state_dict().items()}
+    gated.prime_(batches())
+    assert gated.training and all(torch.equal(value, before[name]) for name, value in gated.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in gated.parameters())
+    assert isinstance(gated.gates.logits, nn.Parameter)
+
+
+def test_nonsense_is_refused() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8))
+    with pytest.raises(HeadgateError, match="empty"):
+        gated.prime_([])
+    with pytest.raises(HeadgateError, match="probability"):
+        gated.prime_(batches(), probability=1.0)
