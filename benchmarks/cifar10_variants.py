@@ -1,7 +1,9 @@
 """Which way of gating is better, and is every budget met? Variants of one recipe on CIFAR-10, run by run.
 
 `--table budgets`: targets from .3 to .7. `--table granularity`: channels against whole blocks, and what masks on the
-stream add to the inner ones, all at the same MACs. `--table run_cost`: the wall time of a whole run to half the MACs
+stream add to the inner ones, all at the same MACs. `--table conditional`: gates that look at the image against static
+ones, and whole blocks with the batch loss against AIG's, with what sampling, thresholding and calibration make of each,
+an ensemble, and milliseconds. `--table run_cost`: the wall time of a whole run to half the MACs
 against dense training for as many epochs, alternating. Runs are `headgate.training` runs in folders of their own: a
 finished one is not run again, an interrupted one goes on. Knows nothing of other libraries.
 """
@@ -24,12 +26,14 @@ from headgate.gated import GatedModel
 from headgate.graph.grouping import ChannelGraph
 from headgate.models.names import build
 from headgate.storage import load
+from headgate.training import ask
 from headgate.training.recipe import Recipe, overridden, recipe_named
 from headgate.training.start import Options, go, use_threads
 
 QUESTIONS = {
     "budgets": "Is every target met, from below and within one gate?",
     "granularity": "Channels or whole blocks? And what do masks on the stream add to the inner ones?",
+    "conditional": "Gates that look at the image or static ones? Batch loss or AIG's?",
     "run_cost": "How long is a whole run to half the MACs, beside dense training for as many epochs?",
 }
 STREAM_NORMS = ("bn1", *(f"layer{stage}.{block}.bn2" for stage in (1, 2, 3) for block in range(3)))
@@ -49,6 +53,15 @@ def variants(table: str, recipe: Recipe) -> dict[str, Recipe]:
             "channels, inner masks only": replace(recipe, frozen=STREAM_NORMS),
             "groups of 4 channels": replace(recipe, granularity="4"),
             "whole blocks": replace(recipe, granularity="layer"),
+        }
+    if table == "conditional":
+        dynamic = replace(recipe, kind="dynamic")
+        return {
+            "static": recipe,
+            "dynamic": dynamic,
+            "dynamic, inner masks only": replace(dynamic, frozen=STREAM_NORMS),
+            "dynamic blocks, batch loss": replace(dynamic, granularity="layer"),
+            "dynamic blocks, AIG's loss": replace(dynamic, granularity="layer", loss="per_gate"),
         }
     dense = replace(recipe, dense_epochs=recipe.epochs, gate_epochs=0, tune_epochs=0)
     return {"dense": dense, "static": recipe, "dense again": dense}
@@ -72,7 +85,7 @@ def main() -> None:
             folder = Path(options.runs) / options.table / f"{name.replace(' ', '_').replace(',', '')}-s{seed}"
             rows.append(_row(name, replace(recipe, seed=seed), folder))
             Console(highlight=False).print(json.dumps(rows[-1]))
-    columns = list(rows[0])
+    columns = [name for name in rows[0] if name != "strategies"]
     show(QUESTIONS[options.table], columns, [[row.get(column) for column in columns] for row in rows])
     results = {"rows": rows, "summary": _summary(rows), "recipe": base.to_json() | {"weights": None, "data_dir": None}}
     if options.table == "run_cost":
@@ -108,13 +121,34 @@ def _row(name: str, recipe: Recipe, folder: Path) -> Row:
         fresh = not (folder / "recipe.json").exists()
         go(folder, recipe if fresh else None, Options(checkpoint_seconds=60))
     result = json.loads(result_file.read_text())
-    last = "shrunk" if recipe.gate_epochs else "dense"
+    last = ("shrunk" if recipe.kind == "static" else "conditional") if recipe.gate_epochs else "dense"
     row: Row = {
         "variant": name, "seed": recipe.seed, "accuracy": result["accuracy"][last],
         "macs_fraction": result["macs_fraction"][last], "seconds": round(sum(result["seconds"].values()), 1),
         "measured_on": result["measured_on"],
     }  # fmt: skip
-    return row | _budget(recipe, folder) if recipe.gate_epochs else row
+    if not recipe.gate_epochs:
+        return row
+    return row | (_budget(recipe, folder) if recipe.kind == "static" else _strategies(folder))
+
+
+def _strategies(folder: Path) -> Row:
+    """Sampled and thresholded, before and after calibration; an ensemble; milliseconds. Kept beside the run."""
+    path = folder / "strategies.json"
+    if not path.exists():
+        asked = {
+            "trained, sampled": ("trained", "sample", {"seed": 0}),
+            "trained, thresholded": ("trained", "threshold", {"tau": 0.5}),
+            "calibrated, sampled": ("gated", "sample", {"seed": 0}),
+            "calibrated, thresholded": ("gated", "calibrated", {}),
+            "tuned, sampled": ("conditional", "sample", {"seed": 0}),
+            "tuned, ensemble of 5": ("conditional", "ensemble", {"runs": 5, "seed": 0}),
+        }
+        found = {name: ask.evaluate(folder, strategy, given, of=of)[0] for name, (of, strategy, given) in asked.items()}
+        kept = {name: [row["accuracy"], row["macs_fraction"]] for name, row in found.items()}
+        kept["milliseconds"] = ask.bench(folder, (1, 32), torch.get_num_threads(), 20)
+        path.write_text(json.dumps(kept, indent=1))
+    return {"strategies": json.loads(path.read_text())}
 
 
 def _budget(recipe: Recipe, folder: Path) -> Row:

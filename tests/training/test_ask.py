@@ -95,6 +95,42 @@ def test_bench_tells_ratios(folder: Path) -> None:
         assert row["macs_ratio"] >= 2 and row["speed_up"] > 0
 
 
+@pytest.fixture(scope="module")
+def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("asked") / "conditional"
+    run(made, kind="dynamic", target="0.7", gate_epochs=2, gate_lr=0.02)
+    return made
+
+
+def test_a_conditional_run_answers_too(conditional: Path, tmp_path: Path) -> None:
+    rows = {row["network"]: row for row in json.loads(ask("evaluate", str(conditional), "--json"))}
+    result = json.loads((conditional / "result.json").read_text())
+    assert rows["conditional"]["accuracy"] == result["accuracy"]["conditional"]
+    assert rows["conditional"]["macs"] == pytest.approx(result["macs"]["conditional"])
+    swept = json.loads(ask("evaluate", str(conditional), "--sweep-tau", "--json"))
+    assert [row["macs"] for row in swept] == sorted((row["macs"] for row in swept), reverse=True)
+    assert all(row["milliseconds"] > 0 for row in swept)
+    assert "ms an image" in ask("evaluate", str(conditional), "--sweep-tau")
+    (sampled,) = json.loads(ask("evaluate", str(conditional), "--of", "trained", "--strategy", "sample", "--json"))
+    assert sampled["network"] == "trained, sample"
+    bench = ["bench", str(conditional), "--batch", "1", "--batch", "4", "--rounds", "2", "--threads", "1", "--json"]
+    assert [row["batch"] for row in json.loads(ask(*bench))] == [1, 4]
+    written = ask("shrink", str(conditional), "--onnx", str(tmp_path / "masked.onnx"))
+    assert "conditional" in written and (tmp_path / "masked.onnx").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["shrink"], "compact()"), (["evaluate", "--of", "dense", "--strategy", "sample"], "no gates"),
+        (["evaluate", "--of", "other"], "there is no network"),
+    ],
+)  # fmt: skip
+def test_what_a_conditional_run_can_not_do(conditional: Path, words: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, [words[0], str(conditional), *words[1:]])
+    assert result.exit_code == 1 and message in result.stderr and "Traceback" not in result.output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

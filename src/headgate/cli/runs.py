@@ -19,6 +19,9 @@ def evaluate(
     strategy: Annotated[
         str | None, typer.Option(help="threshold, calibrated, sample, always_on or ensemble (default: all networks).")
     ] = None,
+    of: Annotated[
+        str | None, typer.Option(help="Which gated network: trained (before calibration), gated, decided, conditional.")
+    ] = None,
     tau: Annotated[float, typer.Option(help="For the threshold strategy.")] = 0.5,
     runs: Annotated[int, typer.Option(help="For ensembles: sampled runs.")] = 5,
     combine: Annotated[str, typer.Option(help="For ensembles: mean or vote.")] = "mean",
@@ -39,7 +42,7 @@ def evaluate(
             "threshold": {"tau": tau}, "sample": {"seed": seed},
             "ensemble": {"runs": runs, "combine": combine, "seed": seed},
         }  # fmt: skip
-        rows = ask.evaluate(run, strategy, known.get(strategy or "", {}), sweep=sweep, data_dir=data_dir)
+        rows = ask.evaluate(run, strategy, known.get(strategy or "", {}), of=of, sweep=sweep, data_dir=data_dir)
     if as_json:
         print_json(rows)
     else:

@@ -60,11 +60,17 @@ def network(folder: Path, name: str, start: Start) -> nn.Module:
     return load(path, start.architecture())
 
 
-def _gated(folder: Path, start: Start) -> GatedModel:
-    """The network whose gates can still be moved: the tuned one, where gates depend on the image."""
-    tuned = (folder / NETWORKS["conditional"]).is_file()
-    gated = network(folder, "conditional" if tuned else "gated", start)
-    assert isinstance(gated, GatedModel)
+def _gated(folder: Path, start: Start, name: str | None = None) -> GatedModel:
+    """A network whose gates can still be moved: the last one, unless another is named."""
+    if name is None:
+        name = "conditional" if (folder / NETWORKS["conditional"]).is_file() else "gated"
+    if name not in NETWORKS:
+        raise HeadgateError(f"there is no network {name!r}: a run has {', '.join(NETWORKS)}")
+    gated = network(folder, name, start)
+    if not isinstance(gated, GatedModel):
+        raise HeadgateError(
+            f"the {name} network of {folder} has no gates to decide: leave out --strategy and --sweep-tau"
+        )
     return gated.eval()
 
 
@@ -73,26 +79,33 @@ def evaluate(
     strategy: str | None = None,
     options: Mapping[str, Any] | None = None,
     *,
+    of: str | None = None,
     sweep: bool = False,
     data_dir: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Accuracy and MACs: of every network of the run, or of the gated one under a strategy or over tau."""
+    """Accuracy and MACs: of every network of the run, or of the gated one under a strategy or over tau.
+
+    `of` names another gated network than the last: "trained" is the one before calibration.
+    """
     start, data = _open(folder, data_dir)
     team = Team()
     dense_macs = count_macs(start.architecture(), start.example)
     rows: list[tuple[str, float, float]]
     milliseconds: dict[str, float] = {}
     if sweep:
-        gated = _gated(folder, start).to(team.device)
+        gated = _gated(folder, start, of).to(team.device)
         points = gated.sweep_tau(_TestImages(data.test), TAUS)
         rows = [(f"tau {point.tau:g}", point.accuracy, point.macs) for point in points]
         milliseconds = _milliseconds(gated, data) if gated.dynamic is not None else {}
     elif strategy is not None:
-        gated = _gated(folder, start).to(team.device)
+        gated = _gated(folder, start, of).to(team.device)
         gated.strategy(strategy, **_with_generator(options or {}, team.device))
-        rows = [(f"gated, {strategy}", *measure(gated, data.test, team))]
+        rows = [(f"{of or 'gated'}, {strategy}", *measure(gated, data.test, team))]
     else:
-        there = {name: network(folder, name, start) for name, file in NETWORKS.items() if (folder / file).is_file()}
+        names = [name for name, file in NETWORKS.items() if (folder / file).is_file() and name != "trained"]
+        there = {name: network(folder, name, start) for name in names}
+        if of is not None:
+            there = {of: _gated(folder, start, of)}
         rows = [
             (TITLES.get(name, name), *measured(net.to(team.device), data.test, team, start.example))
             for name, net in there.items()

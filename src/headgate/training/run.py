@@ -1,9 +1,9 @@
 """A run: a recipe carried out in a folder, from the dense network to the shrunk one, across interruptions.
 
 The folder holds `recipe.json`, `log.jsonl`, `checkpoint.safetensors` (where the run stands), and what the phases leave
-behind: `dense`, `gated`, `decided` (before tuning), `small.safetensors` (or `conditional`, where gates depend on the
-image), and at last `result.json`. A phase starts from the file of the one before, so a checkpoint only has to hold the
-phase it was taken in. Knows nothing of the command line.
+behind: `dense`, `trained` (with gates), `gated` (calibrated), `decided` (before tuning), `small.safetensors` (or
+`conditional`, where gates depend on the image), and at last `result.json`. A phase starts from the file of the one
+before, so a checkpoint only has to hold the phase it was taken in. Knows nothing of the command line.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ from headgate.training.recipe import PHASES, PhaseName, Recipe, without_places
 from headgate.training.team import Team
 
 DENSE, GATED, DECIDED, SMALL = "dense.safetensors", "gated.safetensors", "decided.safetensors", "small.safetensors"
-CONDITIONAL = "conditional.safetensors"
-NETWORKS = {"dense": DENSE, "gated": GATED, "decided": DECIDED, "shrunk": SMALL, "conditional": CONDITIONAL}
+TRAINED, CONDITIONAL = "trained.safetensors", "conditional.safetensors"
+NETWORKS = {
+    "dense": DENSE, "trained": TRAINED, "gated": GATED, "decided": DECIDED, "shrunk": SMALL,
+    "conditional": CONDITIONAL,
+}  # fmt: skip
 """What a folder may hold, by what it is called in results."""
 RECIPE, RESULT = "recipe.json", "result.json"
 DONE = "done"
@@ -133,7 +136,7 @@ class Run:
             )
         self._count_time(name)
         if self.team.main:
-            save(phase.net, self.folder / {"dense": DENSE, "gates": GATED, "tune": self._last_file}[name])
+            save(phase.net, self.folder / {"dense": DENSE, "gates": TRAINED, "tune": self._last_file}[name])
         self.team.wait()
 
     @property
@@ -159,7 +162,7 @@ class Run:
     def _decide(self, start: Start, data: DataSet) -> None:
         """Between gates and tuning: calibrate, shrink what can be shrunk, keep both."""
         self._entered = time.monotonic()
-        gated = load(self.folder / GATED, start.architecture())
+        gated = load(self.folder / TRAINED, start.architecture())
         assert isinstance(gated, GatedModel)
         gated.to(self.team.device)
         if gated.dynamic is not None:  # its costs are those of images
@@ -201,7 +204,7 @@ class Run:
         nets = {
             name: load(self.folder / file, start.architecture()).to(self.team.device)
             for name, file in NETWORKS.items()
-            if name != "decided" and (self.folder / file).exists()
+            if name not in ("trained", "decided") and (self.folder / file).exists()
         }
         found = {name: measured(net, data.test, self.team, start.example) for name, net in nets.items()}
         macs = {name: needed for name, (_, needed) in found.items()}
