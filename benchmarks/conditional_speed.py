@@ -236,8 +236,9 @@ def _case(
     start = time.perf_counter()
     calls["compact"]()
     once_ms = (time.perf_counter() - start) * 1000
-    rounds = 3 if options.quick else max(5, min(options.rounds, int(6000 / once_ms)))
-    timings = time_interleaved(calls, rounds, warmup=1, calls=max(1, round(SAMPLE_MS / once_ms)), settle=1)
+    rounds = 3 if options.quick else max(4, min(options.rounds, int(6000 / once_ms)))
+    settle = 1 if once_ms < 300 else 0
+    timings = time_interleaved(calls, rounds, warmup=0, calls=max(1, round(SAMPLE_MS / once_ms)), settle=settle)
     best_torch = min(("eager", "channels_last", "torch.compile"), key=lambda each: timings[each].median_ms)
     best = min((each for each in DENSE if each in timings), key=lambda each: timings[each].median_ms)
     row = {

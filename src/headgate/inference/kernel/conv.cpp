@@ -29,7 +29,7 @@ struct Shape {
 
 struct Tile {
   const float* x;            // pixels of the tile, entry 0
-  const int32_t* x_places;   // of each entry of the list
+  const int32_t* x_places;   // of each entry of the list; null: they are packed, entry after entry
   const int32_t* w_places;
   int64_t entries;
   const float* const* w_rows;         // R rows of weights
@@ -171,15 +171,6 @@ class Scratch {
 };
 thread_local Scratch shared_copies, own_copies, own_sums, own_pack;
 
-// Where packed pixels lie: entry after entry.
-struct PackedPlaces {
-  int32_t of[TILE_VECTORS + 1][ENTRIES_A_PART];
-  explicit PackedPlaces(int64_t lanes) {
-    for (int64_t v = 0; v <= TILE_VECTORS; ++v)
-      for (int64_t e = 0; e < ENTRIES_A_PART; ++e) of[v][e] = static_cast<int32_t>(e * v * lanes);
-  }
-};
-
 // The open channels of an image, and the list of what is read for each output.
 struct Image {
   std::vector<int32_t> inputs, outputs;
@@ -266,7 +257,6 @@ struct Job {
                int64_t first_out, int64_t last_out) const {
     if (last_out <= first_out) return;
     const float* image_x = x + b * s.in_channels * in_plane;
-    static const PackedPlaces packed_places[] = {PackedPlaces(4), PackedPlaces(8), PackedPlaces(16)};
     float* pack_room = packed ? own_pack.at_least(ENTRIES_A_PART * TILE_VECTORS * lanes) : nullptr;
     const int64_t entries = image.x_places.size();
     const int64_t parts = std::max<int64_t>(1, (entries + ENTRIES_A_PART - 1) / ENTRIES_A_PART);
@@ -287,7 +277,7 @@ struct Job {
         const int64_t first = entries * part / parts, last = entries * (part + 1) / parts;
         if (packed) pack(image_x, image.x_places.data() + first, last - first, pixel, width, pack_room);
         const float* pixels = packed ? pack_room : copies + pixel;
-        const int32_t* places = packed ? packed_places[level].of[v] : image.x_places.data() + first;
+        const int32_t* places = packed ? nullptr : image.x_places.data() + first;
         for (int64_t k = first_out; k < last_out; k += most_rows) {
           const int64_t rows = std::min(most_rows, last_out - k);
           for (int64_t r = 0; r < rows; ++r) {
