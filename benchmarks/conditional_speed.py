@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,13 @@ def main() -> None:
     rows: list[Row] = []
     with torch_threads(options.threads):
         for name in ["cifar_resnet56"] if options.quick else options.models:
-            rows += _network_rows(name, options)
+            for row in _network_rows(name, options):
+                rows.append(row)
+                write_record(  # after every case: some take minutes
+                    options.out, question=QUESTION, results={"rows": rows, "kernel": headgate.kernel_level()},
+                    threads=options.threads, seeds=[options.seed],
+                )  # fmt: skip
     show(f"{options.threads} threads, milliseconds a batch", COLUMNS, [_cells(row) for row in rows])
-    write_record(
-        options.out, question=QUESTION, results={"rows": rows, "kernel": headgate.kernel_level()},
-        threads=options.threads, seeds=[options.seed],
-    )  # fmt: skip
 
 
 def _options() -> Namespace:
@@ -71,22 +72,20 @@ def _options() -> Namespace:
     return made.parse_args()
 
 
-def _network_rows(name: str, options: Namespace) -> list[Row]:
+def _network_rows(name: str, options: Namespace) -> Iterator[Row]:
     dense, example = make_network(name, options.seed)
-    rows = []
     for batch in options.batches[:1] if options.quick else options.batches:
         x = torch.randn(batch, *example.shape[1:], generator=torch.Generator().manual_seed(options.seed + 1))
         with tempfile.TemporaryDirectory() as folder:
             contenders = _dense_contenders(dense, x, Path(folder), options.threads)
             for share in options.shares[1:2] if options.quick else options.shares:
                 gated = random_gates(dense, example[:1], share, options.seed)
-                rows.append(_case(name, "random", share, gated, x, contenders, options))
+                yield _case(name, "random", share, gated, x, contenders, options)
             for file in [text.partition("=")[2] for text in options.learned if text.startswith(f"{name}=")]:
                 gated = _learned(name, Path(file))
                 images = _real_images(options.data_dir, batch) if options.data_dir else x
-                rows.append(_case(name, "learned", gated.target, gated, images, contenders, options))
+                yield _case(name, "learned", gated.target, gated, images, contenders, options)
         gc.collect()
-    return rows
 
 
 # ----------------------------------------------------------------------------------------------- the contenders
@@ -236,7 +235,7 @@ def _case(
     start = time.perf_counter()
     calls["compact"]()
     once_ms = (time.perf_counter() - start) * 1000
-    rounds = 3 if options.quick else max(4, min(options.rounds, int(6000 / once_ms)))
+    rounds = 3 if options.quick else max(4, min(options.rounds, int(2500 / once_ms)))
     settle = 1 if once_ms < 300 else 0
     timings = time_interleaved(calls, rounds, warmup=0, calls=max(1, round(SAMPLE_MS / once_ms)), settle=settle)
     best_torch = min(("eager", "channels_last", "torch.compile"), key=lambda each: timings[each].median_ms)

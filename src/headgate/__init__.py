@@ -16,6 +16,7 @@ from headgate.errors import (
     TargetError,
     TraceError,
 )
+from headgate.exits import ExitModel, ExitRow, ExitTable, add_exits
 from headgate.gated import GatedModel, TauPoint, gate, inspect
 from headgate.gates.budget import Budget
 from headgate.graph import layer_rules as rules
@@ -32,6 +33,9 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 __all__ = [
     "Budget",
+    "ExitModel",
+    "ExitRow",
+    "ExitTable",
     "FileError",
     "GatedModel",
     "HeadgateError",
@@ -45,6 +49,7 @@ __all__ = [
     "TraceError",
     "ZooEntry",
     "__version__",
+    "add_exits",
     "count_macs",
     "gate",
     "inspect",

@@ -186,11 +186,14 @@ class GatedModel(nn.Module):
         """Gates that depend on the input, image by image, now that the input is there."""
         assert self.dynamic is not None
         group = self._groups[number]
+        images = self._images
+        if self.dynamic.sites[number].batch_axis == 0 and x.shape[0] < images:
+            images = x.shape[0]  # some have left the network before
         if not self._sampling and self._strategy.name == "always_on":
-            return draw.fill_(group, x.new_ones(self._images, group.count, dtype=torch.float32))
+            return draw.fill_(group, x.new_ones(images, group.count, dtype=torch.float32))
         arriving = self._arriving[number]
         open_BC = None if arriving is None else arriving.mask_BC(draw)
-        logits_BN = self.dynamic.logits(number, x, self._images, open_BC)
+        logits_BN = self.dynamic.logits(number, x, images, open_BC)
         probabilities_BN = torch.sigmoid(logits_BN)
         if self._sampling:
             noise = logistic_noise(tuple(logits_BN.shape), logits_BN.device, self._generator)

@@ -1,7 +1,8 @@
-"""Save and load networks: shrunk, gated or dense, through one safe format.
+"""Save and load networks: shrunk, gated or dense, with or without exits, through one safe format.
 
 A shrunk network is loaded into a fresh instance of the dense architecture by carrying out its saved plan: nothing is
-traced. A gated one is gated again with the same settings. Knows models and plans; the bytes are `inference/files.py`'s.
+traced. A gated one is gated again with the same settings, and so are exits added again. Knows models and plans; the
+bytes are `inference/files.py`'s.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headgate.errors import FileError, HeadgateError
+from headgate.exits import ExitHead, ExitModel, add_exits
 from headgate.gated import GatedModel, gate
 from headgate.gates.budget import Budget
 from headgate.graph.plan import Plan, fingerprint, restructure
@@ -21,33 +23,49 @@ from headgate.graph.trace import stripped_copy, tensors_in
 from headgate.inference.files import read, write
 from headgate.inference.shrink import ORIGIN_ATTRIBUTE, PLANS_ATTRIBUTE, assign
 
+INNER, OWN = "inner.", "exits."
+"""Where the tensors of a network with exits lie in its file: the network's, and those of the exits."""
+
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a shrunk, gated or plain network to a safetensors file."""
-    if isinstance(model, GatedModel):
-        return _save_gated(model, path)
-    plans: tuple[Plan, ...] = getattr(model, PLANS_ATTRIBUTE, ())
-    tensors, aliases = _without_aliases(model.state_dict())
-    write(
-        path,
-        tensors,
-        {
-            "kind": "network",
-            "architecture": getattr(model, ORIGIN_ATTRIBUTE, None) or fingerprint(model),
-            "plans": [plan.to_json() for plan in plans],
-            "aliases": aliases,
-            "class": type(model).__name__,
-        },
-    )
+    """Write a shrunk, gated or plain network, or one with exits, to a safetensors file."""
+    tensors, description = _described(model)
+    write(path, tensors, description)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     """The network of a file, built from `model`: a fresh instance of the original, dense architecture (not changed)."""
-    if not isinstance(model, nn.Module) or isinstance(model, GatedModel):
+    if not isinstance(model, nn.Module) or isinstance(model, (GatedModel, ExitModel)):
         raise HeadgateError("load takes a fresh instance of the original, dense architecture as its second argument")
     tensors, description = read(path)
+    return _rebuilt(path, tensors, description, model)
+
+
+def _described(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A network's tensors, and how to build it again."""
+    if isinstance(model, GatedModel):
+        return _described_gated(model)
+    if isinstance(model, ExitModel):
+        return _described_exits(model)
+    plans: tuple[Plan, ...] = getattr(model, PLANS_ATTRIBUTE, ())
+    tensors, aliases = _without_aliases(model.state_dict())
+    return tensors, {
+        "kind": "network",
+        "architecture": getattr(model, ORIGIN_ATTRIBUTE, None) or fingerprint(model),
+        "plans": [plan.to_json() for plan in plans],
+        "aliases": aliases,
+        "class": type(model).__name__,
+    }
+
+
+def _rebuilt(
+    path: str | os.PathLike[str], tensors: dict[str, Tensor], description: dict[str, Any], model: nn.Module
+) -> nn.Module:
+    """A described network, with its tensors."""
     if description.get("kind") == "gated":
-        return _load_gated(path, tensors, description, model)
+        return _rebuilt_gated(path, tensors, description, model)
+    if description.get("kind") == "exits":
+        return _rebuilt_exits(path, tensors, description, model)
     if fingerprint(model) != description.get("architecture"):
         raise _other_model(path, description, model, "its tensors have other names or shapes")
     try:
@@ -57,7 +75,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
             restructure(small, plan)
     except (KeyError, TypeError, AttributeError, IndexError, FileError) as error:
         raise _other_model(path, description, model, str(error)) from error
-    tensors |= {name: tensors[source] for name, source in description["aliases"].items()}
+    tensors = tensors | {name: tensors[source] for name, source in description["aliases"].items()}
     wrong = _mismatch(small.state_dict(), tensors)
     if wrong:
         raise _other_model(path, description, model, wrong)
@@ -102,7 +120,7 @@ def _without_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     return tensors, aliases
 
 
-def _save_gated(model: GatedModel, path: str | os.PathLike[str]) -> None:
+def _described_gated(model: GatedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model.unsqueeze_()
     examples = tensors_in(model._example_input)
     if len(examples) != 1:
@@ -125,10 +143,10 @@ def _save_gated(model: GatedModel, path: str | os.PathLike[str]) -> None:
         "example": {"shape": list(examples[0].shape), "dtype": str(examples[0].dtype).removeprefix("torch.")},
         "extra": model.get_extra_state(),
     }  # fmt: skip
-    write(path, tensors, description)
+    return tensors, description
 
 
-def _load_gated(
+def _rebuilt_gated(
     path: str | os.PathLike[str], tensors: dict[str, Tensor], description: dict[str, Any], model: nn.Module
 ) -> GatedModel:
     if fingerprint(model) != description["architecture"]:
@@ -137,12 +155,45 @@ def _load_gated(
     example = example.to(next(model.parameters()).device)
     options = dict(description["gate"])
     extra = description["extra"]
-    budget = Budget(
-        **{key: extra["budget"][key] for key in ("target", "ramp_steps", "weight", "integral_rate", "scale_gradient")}
-    )
-    gated = gate(model, example, budget=budget, **options)
-    tensors |= {name: tensors[source] for name, source in description["aliases"].items()}
+    gated = gate(model, example, budget=_budget(extra), **options)
+    tensors = tensors | {name: tensors[source] for name, source in description["aliases"].items()}
     gated.load_state_dict({**tensors, "_extra_state": extra})
     if description["rates"] is not None:
         gated._rates = torch.tensor(description["rates"])
     return gated
+
+
+def _described_exits(model: ExitModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if any(type(head) is not ExitHead for head in model.heads):
+        raise HeadgateError("exits with classifiers of your own can't be saved as a file: save their state_dict()")
+    inner, description = _described(model.model)
+    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(("heads.", "gates."))}
+    tensors = {f"{INNER}{name}": tensor for name, tensor in inner.items()} | {
+        f"{OWN}{name}": tensor for name, tensor in own.items()
+    }
+    return tensors, {
+        "kind": "exits", "class": description["class"], "inner": description, "at": list(model.names[:-1]),
+        "target": model.target, "classifier_weight": model.classifier_weight,
+        "example": list(model.example_shape), "extra": model.get_extra_state(),
+    }  # fmt: skip
+
+
+def _rebuilt_exits(
+    path: str | os.PathLike[str], tensors: dict[str, Tensor], description: dict[str, Any], model: nn.Module
+) -> ExitModel:
+    inner = {name[len(INNER) :]: tensor for name, tensor in tensors.items() if name.startswith(INNER)}
+    own = {name[len(OWN) :]: tensor for name, tensor in tensors.items() if name.startswith(OWN)}
+    network = _rebuilt(path, inner, description["inner"], model)
+    extra = description["extra"]
+    exits = add_exits(
+        network, torch.zeros(description["example"]), description["at"], target=description["target"],
+        budget=_budget(extra), classifier_weight=description["classifier_weight"],
+    )  # fmt: skip
+    exits.load_state_dict(own | {"_extra_state": extra}, strict=False)
+    return exits.eval()
+
+
+def _budget(extra: Mapping[str, Any]) -> Budget:
+    """A fresh budget of the settings of a saved one."""
+    names = ("target", "ramp_steps", "weight", "integral_rate", "scale_gradient")
+    return Budget(**{name: extra["budget"][name] for name in names})

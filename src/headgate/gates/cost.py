@@ -43,14 +43,22 @@ class Cost:
             return self._macs_B(draw)
 
     def _macs_B(self, draw: Draw) -> Tensor:
+        return self._each_BI(draw).sum(1) + self._always_macs / self.dense_macs
+
+    def by_layer(self, draw: Draw) -> tuple[dict[str, int], list[str], Tensor]:
+        """The same layer by layer: multiply-adds of those that no gate has a say in, and for the others their names and
+        each image's share of the dense network's multiply-adds."""
+        always = {item.name: item.macs for item in self.graph.costs if not _depends(item)}
+        return always, [item.name for item in self._items], self._each_BI(draw)
+
+    def _each_BI(self, draw: Draw) -> Tensor:
         gates_BG = draw.gates_BG.float()
         ones = gates_BG.new_ones(len(gates_BG), 1)
         if self._matrix.device != gates_BG.device:
             self._matrix, self._macs = self._matrix.to(gates_BG.device), self._macs.to(gates_BG.device)
         shares = torch.sparse.mm(self._matrix, torch.cat([gates_BG, ones], 1).t()).t()
         shares = shares.reshape(len(gates_BG), len(self._items), 2)
-        each = self._macs * shares[..., 0] * shares[..., 1] * self._alive(draw)
-        return each.sum(1) + self._always_macs / self.dense_macs
+        return self._macs * shares[..., 0] * shares[..., 1] * self._alive(draw)
 
     def _alive(self, draw: Draw) -> Tensor:
         """For every cost item, 1 where the branches around it live; a branch's own gate passes gradients."""

@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headgate.errors import FileError, ModelError
-from headgate.models import cifar_resnet
+from headgate.models import cifar_densenet, cifar_resnet
 from headgate.models._torchvision import import_torchvision
 
 __all__ = ["NamedModel", "build", "example_input", "load_named"]
@@ -55,6 +55,9 @@ TORCHVISION_PRETRAINED: dict[str, dict[str, bool]] = {
 
 HEADGATE_MODELS: dict[str, Callable[[], nn.Module]] = {
     name: getattr(cifar_resnet, name) for name in cifar_resnet.__all__ if name.startswith(("cifar_", "digits_"))
+} | {
+    "cifar_densenet40": cifar_densenet.cifar_densenet40,
+    "cifar_densenet100": cifar_densenet.cifar_densenet100,
 }
 
 

@@ -1,0 +1,539 @@
+"""Early exit: intermediate classifiers, and gates that decide from what they see there whether an image can leave.
+
+`add_exits` puts a classifier and a gate behind named modules of any model (plain, shrunk, gated). In train mode all
+images go to the end and every gate is drawn: an image's answer is that of the first gate that opens, its cost what was
+computed until then, and the expected cost of the cascade is pulled to a target like that of channels. In eval mode
+images that leave are taken out of the batch at once: what comes after runs on fewer images, and not at all where none
+is left. Knows the gated model; knows nothing of training loops, files or the command line.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
+from headgate.gated import GatedModel, inspect, parse_target
+from headgate.gates.budget import Budget
+from headgate.gates.cost import over_processes
+from headgate.gates.dynamic import GateNetwork
+from headgate.gates.gumbel import Relaxation, draw, logistic_noise
+from headgate.graph.analyse import check_frozen_names
+from headgate.graph.grouping import ChannelGraph
+from headgate.graph.macs import count_macs
+from headgate.graph.trace import ModuleSpan, stripped_copy, tensors_in
+
+# legend of axes: B images, K exits (the last is the model's own), S segments between them, C channels
+
+LEAVES_AT_FIRST = 0.1
+"""P(leave) of every gate before training."""
+MakeHead = Callable[[int, int], nn.Module]
+
+
+class ExitHead(nn.Module):
+    """The intermediate classifier: BatchNorm, ReLU, mean over all pixels, linear."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels)
+        self.fc = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(F.relu(self.norm(x)).mean((2, 3)))
+        return logits
+
+
+@dataclass(frozen=True)
+class ExitRow:
+    """What becomes of images at one exit."""
+
+    name: str
+    share: float
+    """Of all images, those that leave here."""
+    accuracy_of_all: float
+    """If all images were answered here."""
+    accuracy_of_selected: float | None
+    """Of those that leave here; None where nobody does."""
+    macs: float
+    """Multiply-adds of an image that leaves here."""
+
+
+@dataclass(frozen=True)
+class ExitTable:
+    """The cascade on some data."""
+
+    rows: tuple[ExitRow, ...]
+    accuracy: float
+    accuracy_of_last: float
+    """Of the last exit alone, on all images."""
+    macs: float
+    macs_fraction: float
+    images: int
+
+
+class _Everyone(Exception):
+    """All images have left: nothing more is to be computed."""
+
+
+class _Watching:
+    """A pass in which all images go to the end: what every exit says."""
+
+    def __init__(self, exits: ExitModel) -> None:
+        self.exits = exits
+        self.answers: list[Tensor] = []
+        self.wishes: list[Tensor] = []
+
+    def arrive(self, number: int, x: Tensor) -> None:
+        self.answers.append(self.exits.heads[number](x))
+        self.wishes.append(self.exits.wish(number, x))
+
+
+class _Leaving:
+    """A pass in which images leave: who is still in it, and what the others were answered."""
+
+    def __init__(self, exits: ExitModel, images: int) -> None:
+        self.exits = exits
+        self.inside = torch.arange(images)
+        self.answered: list[tuple[Tensor, Tensor]] = []
+        self.entered = [images]
+
+    def arrive(self, number: int, x: Tensor) -> Tensor | None:
+        leaves = torch.sigmoid(self.exits.wish(number, x)) > self.exits.taus[number]
+        if not bool(leaves.any()):
+            self.entered.append(len(self.inside))
+            return None
+        here = leaves.to(self.inside.device)
+        self.answered.append((self.inside[here], self.exits.heads[number](x if bool(leaves.all()) else x[leaves])))
+        self.inside = self.inside[~here]
+        self.entered.append(len(self.inside))
+        if not len(self.inside):
+            raise _Everyone
+        return x[~leaves]
+
+
+class ExitModel(nn.Module):
+    """A model whose images can leave early. Made by `headgate.add_exits`, in train mode; call it like the model."""
+
+    def __init__(
+        self, model: nn.Module, graph: ChannelGraph, names: Sequence[str], heads: Sequence[nn.Module],
+        gates: Sequence[GateNetwork], head_macs: Sequence[int], segments: Sequence[dict[str, int]], target: float,
+        budget: Budget | None, classifier_weight: float, example_shape: Sequence[int],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model = model
+        self.heads = nn.ModuleList(heads)
+        self.gates = nn.ModuleList(gates)
+        self.names = (*names, "last")
+        self.target = target
+        self.budget = budget if budget is not None else Budget(target)
+        self.classifier_weight = classifier_weight
+        self.relaxation = Relaxation()
+        self.dense_macs = graph.dense_macs
+        self.example_shape = tuple(example_shape)
+        self._segments = tuple(segments)
+        self._head_macs = tuple(head_macs)
+        self.taus = [0.5] * len(heads)
+        """An image leaves where its gate's probability is above."""
+        self._pass: _Watching | _Leaving | None = None
+        self._logits: list[Tensor] = []
+        self._leave_BK: Tensor | None = None
+        self._reach_BK: Tensor | None = None
+        self._macs: float | None = None
+        modules = dict(self._network().named_modules())
+        for number, name in enumerate(names):
+            modules[name].register_forward_hook(self._hook(number))
+
+    def _network(self) -> nn.Module:
+        return self.model.model if isinstance(self.model, GatedModel) else self.model
+
+    def _hook(self, number: int) -> Callable[[nn.Module, Any, Any], Tensor | None]:
+        def arrive(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+            return None if self._pass is None else self._pass.arrive(number, output)
+
+        return arrive
+
+    def wish(self, number: int, x: Tensor) -> Tensor:
+        """The logit of leaving at exit `number`, for each image."""
+        network = self.gates[number]
+        scale = float(len(self.gates)) if self.budget.scale_gradient else 1.0
+        logits: Tensor = network(x.float().mean((2, 3)), scale)
+        return logits[:, 0]
+
+    # ------------------------------------------------------------------------------------------------ running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Class scores: of the exit that each image takes."""
+        return self._train_pass(args, kwargs) if self.training else self._leave(args, kwargs)
+
+    @contextmanager
+    def _passing(self, how: _Watching | _Leaving) -> Iterator[None]:
+        self._pass = how
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """All exits' scores and all gates' logits, for all images."""
+        watching = _Watching(self)
+        with self._passing(watching):
+            last = tensors_in(self.model(*args, **kwargs))[0]
+        if len(watching.answers) != len(self.heads):
+            raise HeadgateError("not every exit was passed: the forward pass took another way than in the example")
+        return [*watching.answers, last], watching.wishes
+
+    def _train_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        self._logits, wishes = self._watch(args, kwargs)
+        wishes_BK = torch.stack(wishes, 1)
+        noise = logistic_noise(tuple(wishes_BK.shape), wishes_BK.device, None)
+        leaves_BK = draw(wishes_BK, noise, self.relaxation)
+        self._set_ways(leaves_BK)
+        assert self._leave_BK is not None
+        return (torch.stack(self._logits, 2).float() * self._leave_BK[:, None]).sum(2)
+
+    def _set_ways(self, leaves_BK: Tensor) -> None:
+        """Who comes to each segment, and who leaves behind it: the first open gate counts."""
+        stays = torch.cumprod(1 - leaves_BK, 1)
+        reach = torch.cat([torch.ones_like(stays[:, :1]), stays], 1)
+        self._reach_BK = reach
+        self._leave_BK = torch.cat([reach[:, :-1] * leaves_BK, reach[:, -1:]], 1)
+
+    def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        given = tensors_in((args, kwargs))
+        leaving = _Leaving(self, len(given[0]))
+        self._leave_BK = self._reach_BK = None
+        with self._passing(leaving):
+            try:
+                last = tensors_in(self.model(*args, **kwargs))[0]
+                leaving.answered.append((leaving.inside, last))
+            except _Everyone:
+                pass
+        first = leaving.answered[0][1]
+        answers = first.new_zeros(len(given[0]), first.shape[1])
+        for inside, logits in leaving.answered:
+            answers[inside.to(answers.device)] = logits.to(answers.dtype)
+        self._macs = self._macs_of_counts(leaving.entered, len(given[0]))
+        return answers
+
+    # --------------------------------------------------------------------------------------------------- cost
+
+    def _macs_of_counts(self, entered: Sequence[int], images: int) -> float | None:
+        if isinstance(self.model, GatedModel) and self.model.dynamic is not None:
+            return None  # images that left are not in the counts of those that stayed
+        segments = self._segment_shares()[0].tolist()
+        total = 0.0
+        for number, count in enumerate(entered):
+            total += count * segments[number] * self.dense_macs
+            if number < len(self.gates):
+                after = entered[number + 1] if number + 1 < len(entered) else 0
+                total += count * self._gate_macs(number) + (count - after) * self._head_macs[number]
+        return total / images
+
+    def _gate_macs(self, number: int) -> int:
+        network = self.gates[number]
+        assert isinstance(network, GateNetwork)
+        return network.macs
+
+    def _segment_shares(self) -> Tensor:
+        """What each segment costs, as a share of the dense model: (images or 1, segments)."""
+        if not isinstance(self.model, GatedModel):
+            return torch.tensor([[sum(segment.values()) / self.dense_macs for segment in self._segments]])
+        gated = self.model
+        if gated._last is None:
+            raise NotDecided("there was no forward pass to tell the cost of: call the model first")
+        always, names, each_BI = gated.cost.by_layer(gated._last)
+        columns = []
+        for number, segment in enumerate(self._segments):
+            fixed = sum(macs for name, macs in always.items() if name in segment)
+            if number == 0:
+                fixed += gated.cost.gates_macs
+            places = [place for place, name in enumerate(names) if name in segment]
+            columns.append(each_BI[:, places].sum(1) + fixed / self.dense_macs)
+        return torch.stack(columns, 1)
+
+    def shares_B(self, reach_BK: Tensor, leave_BK: Tensor) -> Tensor:
+        """Multiply-adds of each image as a share of the dense model's, for given ways through the cascade."""
+        segments = self._segment_shares().to(reach_BK)
+        shares = (reach_BK * segments).sum(1)
+        for number in range(len(self.gates)):
+            own = reach_BK[:, number] * self._gate_macs(number) + leave_BK[:, number] * self._head_macs[number]
+            shares = shares + own / self.dense_macs
+        return shares
+
+    def macs(self) -> float:
+        """Multiply-adds an image that the last forward pass needed, exits and gates included."""
+        if self._reach_BK is not None and self._leave_BK is not None:
+            return float(self.shares_B(self._reach_BK, self._leave_BK).detach().double().mean()) * self.dense_macs
+        if self._macs is None:
+            raise NotDecided(
+                "the cost of the last forward pass is not known: call the model first, or use table(loader)"
+            )
+        return self._macs
+
+    def cost_loss(self) -> Tensor:
+        """The scalar to add to the task loss: pulls the expected cost of the cascade to the target."""
+        if self._reach_BK is None or self._leave_BK is None:
+            raise NotDecided(
+                "cost_loss() is about a forward pass in train mode, and there was none: call the model first"
+            )
+        return self.budget.loss(over_processes(self.shares_B(self._reach_BK, self._leave_BK).mean()))
+
+    def classifier_loss(self, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """The mean cross-entropy of all exits on all images, times `classifier_weight`: for the pass just done."""
+        if not self._logits:
+            raise NotDecided("classifier_loss() is about a forward pass in train mode, and there was none")
+        losses = [F.cross_entropy(logits, labels, label_smoothing=label_smoothing) for logits in self._logits]
+        return self.classifier_weight * torch.stack(losses).mean()
+
+    def gate_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the exits' gates, and of the channels' where there are some."""
+        inner = self.model.gate_parameters() if isinstance(self.model, GatedModel) else []
+        return [*self.gates.parameters(), *inner]
+
+    def param_groups(self, lr: float, weight_decay: float = 0.0, gate_lr: float | None = None) -> list[dict[str, Any]]:
+        """Optimizer groups: weights and classifiers, and gates."""
+        gates = {id(parameter) for parameter in self.gate_parameters()}
+        weights = [p for p in self.parameters() if p.requires_grad and id(p) not in gates]
+        return [
+            {"params": weights, "lr": lr, "weight_decay": weight_decay, "name": "weights"},
+            {
+                "params": self.gate_parameters(), "lr": lr if gate_lr is None else gate_lr,
+                "weight_decay": weight_decay, "name": "gates",
+            },
+        ]  # fmt: skip
+
+    # -------------------------------------------------------------------------------------------------- using
+
+    @torch.no_grad()
+    def _seen(self, loader: Iterable[Any], batches: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Over a loader of (images, labels): every gate's p (N, K−1), whether every exit is right (N, K), and what the
+        segments cost (N, K)."""
+        device = next(self.parameters()).device
+        training = self.training
+        self.eval()
+        wished, right, costs = [], [], []
+        try:
+            for batch in itertools.islice(loader, batches):
+                images, labels = batch[0].to(device), batch[1].to(device)
+                logits, wishes = self._watch((images,), {})
+                wished.append(torch.sigmoid(torch.stack(wishes, 1)).cpu())
+                right.append(torch.stack([answer.argmax(1) == labels for answer in logits], 1).cpu())
+                costs.append(self._segment_shares().cpu().expand(len(images), -1))
+        finally:
+            self.train(training)
+        if not wished:
+            raise HeadgateError("the loader is empty: give at least one batch of (images, labels)")
+        return torch.cat(wished), torch.cat(right), torch.cat(costs)
+
+    def _ways(self, p_NK: Tensor, taus: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Reach and leave for thresholds, image by image."""
+        leaves = (p_NK > torch.tensor(list(taus))).double()
+        stays = torch.cumprod(1 - leaves, 1)
+        reach = torch.cat([torch.ones_like(stays[:, :1]), stays], 1)
+        return reach, torch.cat([reach[:, :-1] * leaves, reach[:, -1:]], 1)
+
+    def _cost_N(self, reach: Tensor, leave: Tensor, segments: Tensor) -> Tensor:
+        total = (reach * segments.double()).sum(1) * self.dense_macs
+        for number in range(len(self.gates)):
+            total = total + reach[:, number] * self._gate_macs(number) + leave[:, number] * self._head_macs[number]
+        return total
+
+    def calibrate(
+        self, loader: Iterable[Any], batches: int | None = 200, target: float | str | None = None
+    ) -> ExitModel:
+        """Move the thresholds, all to the same tau, so that the loader's images cost at most the target on average.
+
+        `target` is the model's own if not given: one trained cascade serves many budgets.
+        """
+        share = self.target if target is None else parse_target(target, self.dense_macs)
+        p, _, segments = self._seen(loader, batches)
+
+        def macs_at(tau: float) -> float:
+            return float(self._cost_N(*self._ways(p, [tau] * len(self.gates)), segments).mean())
+
+        goal = share * self.dense_macs
+        choices = torch.unique(torch.cat([p.flatten(), torch.tensor([0.0, 1.0])])).tolist()
+        if macs_at(choices[-1]) <= goal:
+            found = choices[-1]  # nobody has to leave
+        else:
+            if macs_at(-1.0) > goal:
+                raise TargetError(
+                    f"target {share:.3g} can't be reached: if every image leaves at the first exit, "
+                    f"{macs_at(-1.0) / self.dense_macs:.3f} of the MACs are needed. "
+                    "Choose a higher one, or an earlier exit"
+                )
+            low, high = -1, len(choices) - 1  # the highest threshold that is cheap enough
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if macs_at(choices[middle]) <= goal else (low, middle)
+            found = choices[low] if low >= 0 else -1.0
+        self.taus = [found] * len(self.gates)
+        return self
+
+    def table(self, loader: Iterable[Any], batches: int | None = None) -> ExitTable:
+        """Who leaves where, and how right they are; of the cascade and of the last exit alone."""
+        p, right, segments = self._seen(loader, batches)
+        reach, leave = self._ways(p, self.taus)
+        costs = self._cost_N(reach, leave, segments)
+        rows = []
+        for number, name in enumerate(self.names):
+            here = leave[:, number] > 0.5
+            alone = torch.zeros_like(leave)
+            alone[:, number] = 1
+            passed = torch.ones_like(leave)
+            passed[:, number + 1 :] = 0
+            rows.append(
+                ExitRow(
+                    name, float(here.double().mean()), float(right[:, number].double().mean()),
+                    float(right[here, number].double().mean()) if bool(here.any()) else None,
+                    float(self._cost_N(passed, alone, segments).mean()),
+                )
+            )  # fmt: skip
+        cascade = float((right.double() * leave).sum(1).mean())
+        macs = float(costs.mean())
+        return ExitTable(
+            tuple(rows), cascade, float(right[:, -1].double().mean()), macs, macs / self.dense_macs, len(p)
+        )
+
+    # -------------------------------------------------------------------------------------------------- state
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Budget and thresholds, saved with the state dict."""
+        return {"budget": self.budget.state(), "taus": list(self.taus)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on with a saved budget and thresholds."""
+        self.budget.load_state(state["budget"])
+        self.taus = list(state["taus"])
+
+    def extra_repr(self) -> str:
+        return f"exits at {', '.join(self.names[:-1])}, target={self.target:.3g} of {self.dense_macs:,} MACs"
+
+
+# ------------------------------------------------------------------------------------------------------- making
+
+
+def add_exits(
+    model: nn.Module,
+    example_input: Tensor,
+    at: Sequence[str],
+    *,
+    head: MakeHead = ExitHead,
+    target: float | str = 0.7,
+    budget: Budget | None = None,
+    classifier_weight: float = 1.0,
+    initial_probability: float = LEAVES_AT_FIRST,
+) -> ExitModel:
+    """Put an intermediate classifier and a gate behind the modules `at`. The model itself is not changed.
+
+    The model may be plain, shrunk, or gated (then the cost of the cascade counts what its channels' gates leave). Each
+    cut must be the only way through: what comes after it reads its output and nothing computed before. `head` makes a
+    classifier from (channels, classes); `target` is a share of the whole model's MACs, or a number such as "60M".
+    """
+    if isinstance(at, str) or not at:
+        raise HeadgateError(f"at={at!r}: pass a list of module names, such as at=['layer1', 'layer2']")
+    if not 0 < initial_probability < 1:
+        raise HeadgateError(f"initial_probability={initial_probability}: P(leave) at the start lies between 0 and 1")
+    copied = _copied(model)
+    graph = copied.graph if isinstance(copied, GatedModel) else inspect(copied, example_input)
+    network = copied.model if isinstance(copied, GatedModel) else copied
+    check_frozen_names(at, dict(network.named_modules()), "at")
+    share = parse_target(target, graph.dense_macs)
+    if budget is not None and budget.target != share:
+        raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
+    spans = sorted((_span(graph, name) for name in at), key=lambda span: span.last)
+    for span in spans:
+        _check_cut(graph, span)
+    if isinstance(copied, GatedModel):
+        _check_gates(copied, spans)
+    classes = _classes(copied, example_input)
+    channels = [span.outputs[0].shape[1] for span in spans]
+    heads = [head(width, classes) for width in channels]
+    gates = [GateNetwork(width, 1, initial_probability) for width in channels]
+    device = next(network.parameters()).device
+    head_macs = [_head_macs(made.to(device), span, example_input) for made, span in zip(heads, spans, strict=True)]
+    made = ExitModel(
+        copied, graph, [span.name for span in spans], heads, [gate.to(device) for gate in gates], head_macs,
+        _segments(graph, spans), share, budget, classifier_weight, example_input.shape,
+    )  # fmt: skip
+    return made.train()
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    if isinstance(model, GatedModel):
+        model.unsqueeze_()
+        model._last = None
+        return copy.deepcopy(model)
+    return stripped_copy(model, to_meta=False)
+
+
+def _span(graph: ChannelGraph, name: str) -> ModuleSpan:
+    spans = graph.trace.spans_of.get(name, [])
+    if len(spans) != 1 or len(spans[0].outputs) != 1:
+        raise ModelError(f"`{name}` can't be an exit: it runs {len(spans)} times, or does not give one tensor")
+    if len(spans[0].outputs[0].shape) != 4:
+        raise ModelError(f"`{name}` can't be an exit: it gives {spans[0].outputs[0].shape}, no batch of images")
+    return spans[0]
+
+
+def _check_cut(graph: ChannelGraph, span: ModuleSpan) -> None:
+    """Everything after the cut must come from its output."""
+    known = {span.outputs[0].index}
+    for call in graph.trace.calls[span.last :]:
+        for value in call.inputs:
+            if value.from_input and value.index not in known:
+                raise ModelError(
+                    f"`{span.name}` can't be an exit: {call.title} behind it reads what was computed before it"
+                )
+        known.update(value.index for value in call.outputs)
+
+
+def _check_gates(gated: GatedModel, spans: Sequence[ModuleSpan]) -> None:
+    """Gates that are decided before a cut must not be used behind it: images leave in between."""
+    if gated.dynamic is None:
+        return
+    called = {call.layer: call.index for call in gated.graph.trace.calls if call.layer is not None}
+    owner = [number for number, mask in enumerate(gated.graph.masks) for _ in range(mask.size)]
+    decided = {number: called[site.layer] for site in gated.dynamic.sites for number in site.masks}
+    for reader in gated.graph.readers:
+        for number in {owner[gate] for gate in reader.gates.tolist() if gate >= 0} & decided.keys():
+            if any(decided[number] < span.last <= called[reader.layer] for span in spans):
+                raise ModelError(
+                    f"the gates of `{gated.graph.masks[number].name}` are decided before an exit and used behind it: "
+                    "gate with stream='indexed'"
+                )
+
+
+def _classes(model: nn.Module, example_input: Tensor) -> int:
+    training = model.training
+    with torch.no_grad():
+        logits = tensors_in(model.eval()(example_input))[0]
+    model.train(training)
+    if logits.dim() != 2:
+        raise ModelError(f"a classifier gives (images, classes), this model gives {tuple(logits.shape)}")
+    return logits.shape[1]
+
+
+def _head_macs(head: nn.Module, span: ModuleSpan, example_input: Tensor) -> int:
+    shape = span.outputs[0].shape
+    return count_macs(head, torch.zeros(1, *shape[1:], device=example_input.device))
+
+
+def _segments(graph: ChannelGraph, spans: Sequence[ModuleSpan]) -> list[dict[str, int]]:
+    """The layers between the cuts, with their multiply-adds."""
+    first_call: dict[str, int] = {}
+    for call in graph.trace.calls:
+        first_call.setdefault(call.layer if call.layer is not None else call.inside, call.index)
+    ends = [span.last for span in spans]
+    segments: list[dict[str, int]] = [{} for _ in range(len(spans) + 1)]
+    for item in graph.costs:
+        segments[sum(first_call[item.name] >= end for end in ends)][item.name] = item.macs
+    return segments

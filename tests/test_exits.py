@@ -1,0 +1,279 @@
+"""Early exit: an image that leaves gets the answer of its exit, and nothing behind it is computed for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headgate
+from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
+from headgate.gates.budget import Budget
+from headgate.models.cifar_densenet import CifarDenseNet
+from headgate.models.cifar_resnet import CifarResNet
+from tests.gates.test_dynamic import opinionated_
+from tests.oracle import independent_macs, randn, randomize_
+
+SHAPE = (3, 16, 16)
+
+
+def dense_net() -> nn.Module:
+    torch.manual_seed(0)
+    return randomize_(CifarDenseNet(10, 4, num_classes=5))
+
+
+def cascade(
+    model: nn.Module | None = None, at: tuple[str, ...] = ("block1", "block2"), **options
+) -> headgate.ExitModel:  # type: ignore[no-untyped-def]
+    exits = headgate.add_exits(dense_net() if model is None else model, randn(1, *SHAPE), at, **options)
+    for gate in exits.gates:  # images that differ in what they want
+        nn.init.normal_(gate.head.weight, std=4.0)
+        nn.init.zeros_(gate.head.bias)
+    return exits
+
+
+def data(batches: int = 3, images: int = 8) -> list[tuple[Tensor, Tensor]]:
+    return [(randn(images, *SHAPE, seed=seed) * 2, torch.arange(images) % 5) for seed in range(batches)]
+
+
+@torch.no_grad()
+def one_by_one(exits: headgate.ExitModel, x: Tensor) -> tuple[Tensor, list[int]]:
+    """The definition: all exits of one image at a time, the first that wants to leave answers."""
+    answers, ways = [], []
+    for image in x.split(1):
+        logits, wishes = exits._watch((image,), {})
+        wants = [bool(torch.sigmoid(wish) > tau) for wish, tau in zip(wishes, exits.taus, strict=True)]
+        way = wants.index(True) if any(wants) else len(wants)
+        ways.append(way)
+        answers.append(logits[way])
+    return torch.cat(answers), ways
+
+
+def test_every_image_gets_the_answer_of_its_exit() -> None:
+    exits = cascade().eval()
+    x = torch.cat([images for images, _ in data()])
+    expected, ways = one_by_one(exits, x)
+    assert len(set(ways)) == 3, "all exits are taken by somebody"
+    torch.testing.assert_close(exits(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("taus", "way"), [([0.0, 0.0], 0), ([1.0, 0.0], 1), ([1.0, 1.0], 2)])
+def test_nothing_is_computed_for_images_that_left(taus: list[float], way: int) -> None:
+    exits = cascade().eval()
+    exits.taus = taus
+    seen: dict[str, int] = {}
+    for name in ("block1", "block2", "block3", "fc"):
+        exits.model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args, name=name: seen.update({name: len(args[0])})
+        )
+    x = randn(5, *SHAPE)
+    answers = exits(x)
+    assert answers.shape == (5, 5)
+    assert list(seen) == ["block1", "block2", "block3", "fc"][: 1 + way + (way == 2)]
+    exits.model._forward_hooks.clear()
+    expected = one_by_one(exits, x)
+    assert set(expected[1]) == {way}
+    torch.testing.assert_close(answers, expected[0], rtol=1e-4, atol=1e-5)
+
+
+def test_later_blocks_run_on_fewer_images() -> None:
+    exits = cascade().eval()
+    x = torch.cat([images for images, _ in data()])
+    _, ways = one_by_one(exits, x)
+    seen: list[int] = []
+    exits.model.block3.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    exits(x)
+    assert seen == [sum(way == 2 for way in ways)]
+
+
+def test_the_cost_is_that_of_the_ways() -> None:
+    exits = cascade().eval()
+    x = torch.cat([images for images, _ in data()])
+    _, ways = one_by_one(exits, x)
+    exits(x)
+    model, example = exits.model, randn(1, *SHAPE)
+    front = independent_macs(nn.Sequential(model.conv1, model.block1), example)
+    middle = independent_macs(nn.Sequential(model.conv1, model.block1, model.trans1, model.block2), example) - front
+    whole = headgate.count_macs(dense_net(), example)
+    segments = [front, middle, whole - front - middle]
+    heads = [gate.trunk.in_features * 5 for gate in exits.gates]
+    gates = [16 * (gate.trunk.in_features + 1) for gate in exits.gates]
+    total = 0
+    for way in ways:
+        total += sum(segments[: way + 1]) + sum(gates[: way + 1]) + (heads[way] if way < 2 else 0)
+    assert exits.macs() == pytest.approx(total / len(ways), rel=1e-6)
+    table = exits.table([(x, torch.zeros(len(x), dtype=torch.int64))])
+    assert table.macs == pytest.approx(total / len(ways), rel=1e-6)
+    assert [row.share for row in table.rows] == [pytest.approx(ways.count(way) / len(ways)) for way in range(3)]
+
+
+def test_the_table_agrees_with_real_answers() -> None:
+    exits = cascade().eval()
+    batches = data()
+    table = exits.table(batches)
+    right = sum(int((exits(x).argmax(1) == y).sum()) for x, y in batches)
+    assert table.accuracy == pytest.approx(right / table.images) and table.images == 24
+    assert sum(row.share for row in table.rows) == pytest.approx(1)
+    selected = sum(row.share * (row.accuracy_of_selected or 0) for row in table.rows)
+    assert table.accuracy == pytest.approx(selected)
+    assert table.rows[-1].accuracy_of_all == table.accuracy_of_last
+    assert [row.macs for row in table.rows] == sorted(row.macs for row in table.rows)
+
+
+def test_training_draws_one_exit_an_image_and_teaches_the_gates() -> None:
+    torch.manual_seed(0)
+    exits = cascade(initial_probability=0.3).train()
+    (x, y), *_ = data()
+    answers = exits(x)
+    assert exits._leave_BK is not None
+    assert set(exits._leave_BK.detach().unique().tolist()) <= {0.0, 1.0}
+    torch.testing.assert_close(exits._leave_BK.sum(1), torch.ones(len(x)))
+    for image in range(len(x)):
+        way = int(exits._leave_BK[image].argmax())
+        torch.testing.assert_close(answers[image], exits._logits[way][image])
+    (F.cross_entropy(answers, y) + exits.cost_loss() + exits.classifier_loss(y)).backward()
+    assert all((p.grad != 0).any() for p in exits.gates.parameters())
+    assert all(p.grad is not None for p in exits.heads.parameters())
+    assert exits.macs() < exits.dense_macs * 1.1
+
+
+def test_training_reaches_the_target_and_calibration_meets_it() -> None:
+    torch.manual_seed(0)
+    target = 0.6
+    exits = headgate.add_exits(
+        dense_net(), randn(1, *SHAPE), ["block1", "block2"], target=target, budget=Budget(target, ramp_steps=40)
+    )
+    optimizer = torch.optim.SGD(exits.param_groups(lr=0.02, gate_lr=0.05), momentum=0.9)
+    batches = data(4, 16)
+    costs = []
+    for step in range(100):
+        x, y = batches[step % 4]
+        (F.cross_entropy(exits(x), y) + exits.cost_loss() + exits.classifier_loss(y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        costs.append(exits.macs() / exits.dense_macs)
+    assert sum(costs[-20:]) / 20 == pytest.approx(target, abs=0.1)
+    for wanted in (0.5, 0.75):
+        exits.calibrate(batches, target=wanted)
+        reached = exits.table(batches).macs_fraction
+        assert wanted - 0.15 < reached <= wanted
+    dear = exits.calibrate(batches, target=1.0).table(batches)
+    assert dear.macs_fraction <= 1.0
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "shrunk"])
+def test_together_with_channel_gates(kind: str) -> None:
+    torch.manual_seed(0)
+    model = randomize_(CifarResNet(1, num_classes=5))
+    gated = headgate.gate(model, randn(1, *SHAPE), target=0.6, kind="dynamic" if kind == "dynamic" else "static")
+    inner: nn.Module = gated
+    if kind == "dynamic":
+        opinionated_(gated)
+    else:
+        probabilities = {name: torch.rand(p.shape) for name, p in gated.gate_probabilities().items()}
+        gated.set_gate_probabilities(probabilities)
+        gated.project()
+        inner = gated.shrink() if kind == "shrunk" else gated
+    exits = cascade(inner, ("layer1", "layer2"))
+    (x, y), *_ = data(1, 12)
+    (exits(x).sum() + exits.cost_loss() + exits.classifier_loss(y)).backward()
+    assert all(p.grad is not None for p in exits.gate_parameters() if p.requires_grad)
+    exits.eval()
+    expected, ways = one_by_one(exits, x)
+    assert len(set(ways)) > 1
+    torch.testing.assert_close(exits(x), expected, rtol=1e-4, atol=1e-5)
+    table = exits.table([(x, y)])
+    assert table.macs < exits.dense_macs
+    if kind != "dynamic":
+        assert exits.macs() == pytest.approx(table.macs, rel=1e-5)
+
+
+def test_the_models_own_weights_are_not_changed_and_the_state_goes_on() -> None:
+    model = dense_net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    exits = cascade(model)
+    exits.train()(data()[0][0])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    exits.cost_loss()
+    exits.taus = [0.3, 0.6]
+    twin = cascade(model)
+    twin.load_state_dict(exits.state_dict())
+    assert twin.taus == [0.3, 0.6] and twin.budget.step == 1
+    x = data()[0][0]
+    assert torch.equal(exits.eval()(x), twin.eval()(x))
+
+
+@pytest.mark.parametrize("kind", ["dense", "dynamic"])
+def test_a_saved_cascade_answers_the_same(kind: str, tmp_path: Path) -> None:
+    model = randomize_(CifarResNet(1, num_classes=5))
+    inner = headgate.gate(model, randn(1, *SHAPE), kind="dynamic", target=0.8) if kind == "dynamic" else model
+    exits = cascade(inner, ("layer1", "layer2"), target=0.6)
+    exits.taus = [0.45, 0.55]
+    exits.eval()
+    headgate.save(exits, tmp_path / "exits.safetensors")
+    loaded = headgate.load(tmp_path / "exits.safetensors", CifarResNet(1, num_classes=5))
+    assert isinstance(loaded, headgate.ExitModel) and loaded.taus == [0.45, 0.55] and loaded.target == 0.6
+    x = torch.cat([images for images, _ in data()])
+    assert torch.equal(exits(x), loaded(x))
+    with pytest.raises(headgate.FileError):
+        headgate.load(tmp_path / "exits.safetensors", CifarResNet(2, num_classes=5))
+
+
+class Around(nn.Module):
+    """Its second half reads what was computed before the first half ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head((self.second(self.first(x)) + x).mean((2, 3)))
+
+
+def test_what_can_not_be_an_exit_is_told() -> None:
+    example = randn(1, *SHAPE)
+    with pytest.raises(ModelError, match="reads what was computed before"):
+        headgate.add_exits(Around(), example, ["first"])
+    headgate.add_exits(Around(), example, ["stem"])
+    with pytest.raises(ModelError, match="at names `block9`"):
+        headgate.add_exits(dense_net(), example, ["block9"])
+    with pytest.raises(ModelError, match="no batch of images"):
+        headgate.add_exits(dense_net(), example, ["fc"])
+    with pytest.raises(HeadgateError, match="list of module names"):
+        headgate.add_exits(dense_net(), example, "block1")
+    with pytest.raises(HeadgateError, match="initial_probability"):
+        headgate.add_exits(dense_net(), example, ["block1"], initial_probability=0)
+    with pytest.raises(TargetError):
+        headgate.add_exits(dense_net(), example, ["block1"], target=2.0)
+    with pytest.raises(ModelError, match="indexed"):
+        shared = headgate.gate(randomize_(CifarResNet(2)), example, kind="dynamic", stream="shared", target=0.9)
+        headgate.add_exits(shared, example, ["layer2.0"])
+    exits = cascade().eval()
+    for ask in (exits.macs, exits.cost_loss, lambda: exits.classifier_loss(torch.zeros(1))):
+        with pytest.raises(NotDecided):
+            ask()
+    with pytest.raises(TargetError, match="first exit"):
+        exits.calibrate(data(), target=0.01)
+    with pytest.raises(HeadgateError, match="empty"):
+        exits.table([])
+
+
+def test_the_published_densenet_has_the_expected_size() -> None:
+    net = headgate.models.build("cifar_densenet100")
+    names = set(net.state_dict())
+    assert {
+        "conv1.weight",
+        "block1.layer.0.bn1.weight",
+        "block3.layer.15.conv2.weight",
+        "trans2.conv1.weight",
+        "fc.bias",
+    } <= names
+    assert len(names) == 596
+    assert sum(parameter.numel() for parameter in net.parameters()) == 769_162
+    with pytest.raises(ModelError, match="6n"):
+        CifarDenseNet(99)
