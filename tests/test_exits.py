@@ -29,10 +29,14 @@ def cascade(
     model: nn.Module | None = None, at: tuple[str, ...] = ("block1", "block2"), **options
 ) -> headgate.ExitModel:  # type: ignore[no-untyped-def]
     exits = headgate.add_exits(dense_net() if model is None else model, randn(1, *SHAPE), at, **options)
-    for gate in exits.gates:  # images that differ in what they want
+    for gate in exits.gates:  # images that differ in what they want, half of them leaving
         nn.init.normal_(gate.head.weight, std=4.0)
-        nn.init.zeros_(gate.head.bias)
-    return exits
+    training = exits.training
+    with torch.no_grad():
+        _, wishes = exits.eval()._watch((torch.cat([images for images, _ in data()]),), {})
+        for gate, wish in zip(exits.gates, wishes, strict=True):
+            gate.head.bias -= wish.median()
+    return exits.train(training)
 
 
 def data(batches: int = 3, images: int = 8) -> list[tuple[Tensor, Tensor]]:
@@ -125,7 +129,7 @@ def test_the_table_agrees_with_real_answers() -> None:
 
 def test_training_draws_one_exit_an_image_and_teaches_the_gates() -> None:
     torch.manual_seed(0)
-    exits = cascade(initial_probability=0.3).train()
+    exits = headgate.add_exits(dense_net(), randn(1, *SHAPE), ["block1", "block2"], initial_probability=0.3)
     (x, y), *_ = data()
     answers = exits(x)
     assert exits._leave_BK is not None
@@ -142,11 +146,11 @@ def test_training_draws_one_exit_an_image_and_teaches_the_gates() -> None:
 
 def test_training_reaches_the_target_and_calibration_meets_it() -> None:
     torch.manual_seed(0)
-    target = 0.6
+    target = 0.88  # the first block alone is three quarters of this network
     exits = headgate.add_exits(
         dense_net(), randn(1, *SHAPE), ["block1", "block2"], target=target, budget=Budget(target, ramp_steps=40)
     )
-    optimizer = torch.optim.SGD(exits.param_groups(lr=0.02, gate_lr=0.05), momentum=0.9)
+    optimizer = torch.optim.SGD(exits.param_groups(lr=0.02, gate_lr=0.1), momentum=0.9)
     batches = data(4, 16)
     costs = []
     for step in range(100):
@@ -155,11 +159,11 @@ def test_training_reaches_the_target_and_calibration_meets_it() -> None:
         optimizer.step()
         optimizer.zero_grad()
         costs.append(exits.macs() / exits.dense_macs)
-    assert sum(costs[-20:]) / 20 == pytest.approx(target, abs=0.1)
-    for wanted in (0.5, 0.75):
+    assert sum(costs[-20:]) / 20 == pytest.approx(target, abs=0.04)
+    for wanted in (0.8, 0.9):
         exits.calibrate(batches, target=wanted)
         reached = exits.table(batches).macs_fraction
-        assert wanted - 0.15 < reached <= wanted
+        assert wanted - 0.05 < reached <= wanted
     dear = exits.calibrate(batches, target=1.0).table(batches)
     assert dear.macs_fraction <= 1.0
 

@@ -21,15 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
-from headgate.gated import GatedModel, inspect, parse_target
+from headgate.gated import GatedModel, parse_target
 from headgate.gates.budget import Budget
 from headgate.gates.cost import over_processes
 from headgate.gates.dynamic import GateNetwork
 from headgate.gates.gumbel import Relaxation, draw, logistic_noise
 from headgate.graph.analyse import check_frozen_names
-from headgate.graph.grouping import ChannelGraph
-from headgate.graph.macs import count_macs
-from headgate.graph.trace import ModuleSpan, stripped_copy, tensors_in
+from headgate.graph.macs import count_macs, traced_macs
+from headgate.graph.trace import ModuleSpan, Trace, stripped_copy, tensors_in
 
 # legend of axes: B images, K exits (the last is the model's own), S segments between them, C channels
 
@@ -123,7 +122,7 @@ class ExitModel(nn.Module):
     """A model whose images can leave early. Made by `headgate.add_exits`, in train mode; call it like the model."""
 
     def __init__(
-        self, model: nn.Module, graph: ChannelGraph, names: Sequence[str], heads: Sequence[nn.Module],
+        self, model: nn.Module, names: Sequence[str], heads: Sequence[nn.Module],
         gates: Sequence[GateNetwork], head_macs: Sequence[int], segments: Sequence[dict[str, int]], target: float,
         budget: Budget | None, classifier_weight: float, example_shape: Sequence[int],
     ) -> None:  # fmt: skip
@@ -136,7 +135,8 @@ class ExitModel(nn.Module):
         self.budget = budget if budget is not None else Budget(target)
         self.classifier_weight = classifier_weight
         self.relaxation = Relaxation()
-        self.dense_macs = graph.dense_macs
+        self.dense_macs = sum(sum(segment.values()) for segment in segments)
+        """Of the model without exits, all its channels open."""
         self.example_shape = tuple(example_shape)
         self._segments = tuple(segments)
         self._head_macs = tuple(head_macs)
@@ -443,15 +443,19 @@ def add_exits(
     if not 0 < initial_probability < 1:
         raise HeadgateError(f"initial_probability={initial_probability}: P(leave) at the start lies between 0 and 1")
     copied = _copied(model)
-    graph = copied.graph if isinstance(copied, GatedModel) else inspect(copied, example_input)
-    network = copied.model if isinstance(copied, GatedModel) else copied
+    if isinstance(copied, GatedModel):
+        network, recorded = copied.model, copied.graph.trace
+        costs = {item.name: item.macs for item in copied.graph.costs}
+    else:
+        network = copied
+        recorded, costs = traced_macs(copied, example_input)
     check_frozen_names(at, dict(network.named_modules()), "at")
-    share = parse_target(target, graph.dense_macs)
+    share = parse_target(target, sum(costs.values()))
     if budget is not None and budget.target != share:
         raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
-    spans = sorted((_span(graph, name) for name in at), key=lambda span: span.last)
+    spans = sorted((_span(recorded, name) for name in at), key=lambda span: span.last)
     for span in spans:
-        _check_cut(graph, span)
+        _check_cut(recorded, span)
     if isinstance(copied, GatedModel):
         _check_gates(copied, spans)
     classes = _classes(copied, example_input)
@@ -461,8 +465,8 @@ def add_exits(
     device = next(network.parameters()).device
     head_macs = [_head_macs(made.to(device), span, example_input) for made, span in zip(heads, spans, strict=True)]
     made = ExitModel(
-        copied, graph, [span.name for span in spans], heads, [gate.to(device) for gate in gates], head_macs,
-        _segments(graph, spans), share, budget, classifier_weight, example_input.shape,
+        copied, [span.name for span in spans], heads, [gate.to(device) for gate in gates], head_macs,
+        _segments(recorded, costs, spans), share, budget, classifier_weight, example_input.shape,
     )  # fmt: skip
     return made.train()
 
@@ -475,8 +479,8 @@ def _copied(model: nn.Module) -> nn.Module:
     return stripped_copy(model, to_meta=False)
 
 
-def _span(graph: ChannelGraph, name: str) -> ModuleSpan:
-    spans = graph.trace.spans_of.get(name, [])
+def _span(recorded: Trace, name: str) -> ModuleSpan:
+    spans = recorded.spans_of.get(name, [])
     if len(spans) != 1 or len(spans[0].outputs) != 1:
         raise ModelError(f"`{name}` can't be an exit: it runs {len(spans)} times, or does not give one tensor")
     if len(spans[0].outputs[0].shape) != 4:
@@ -484,10 +488,10 @@ def _span(graph: ChannelGraph, name: str) -> ModuleSpan:
     return spans[0]
 
 
-def _check_cut(graph: ChannelGraph, span: ModuleSpan) -> None:
+def _check_cut(recorded: Trace, span: ModuleSpan) -> None:
     """Everything after the cut must come from its output."""
     known = {span.outputs[0].index}
-    for call in graph.trace.calls[span.last :]:
+    for call in recorded.calls[span.last :]:
         for value in call.inputs:
             if value.from_input and value.index not in known:
                 raise ModelError(
@@ -527,13 +531,13 @@ def _head_macs(head: nn.Module, span: ModuleSpan, example_input: Tensor) -> int:
     return count_macs(head, torch.zeros(1, *shape[1:], device=example_input.device))
 
 
-def _segments(graph: ChannelGraph, spans: Sequence[ModuleSpan]) -> list[dict[str, int]]:
+def _segments(recorded: Trace, costs: dict[str, int], spans: Sequence[ModuleSpan]) -> list[dict[str, int]]:
     """The layers between the cuts, with their multiply-adds."""
     first_call: dict[str, int] = {}
-    for call in graph.trace.calls:
+    for call in recorded.calls:
         first_call.setdefault(call.layer if call.layer is not None else call.inside, call.index)
     ends = [span.last for span in spans]
     segments: list[dict[str, int]] = [{} for _ in range(len(spans) + 1)]
-    for item in graph.costs:
-        segments[sum(first_call[item.name] >= end for end in ends)][item.name] = item.macs
+    for name, macs in costs.items():
+        segments[sum(first_call[name] >= end for end in ends)][name] = macs
     return segments

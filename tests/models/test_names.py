@@ -76,7 +76,10 @@ def test_torchvision_models_accept_their_default_input(name, size) -> None:
 
 
 def test_every_headgate_model_can_be_named() -> None:
-    assert set(names.HEADGATE_MODELS) == {f"cifar_resnet{depth}" for depth in (20, 32, 44, 56, 110)} | {"digits_resnet"}
+    assert set(names.HEADGATE_MODELS) == {
+        *(f"cifar_resnet{depth}" for depth in (20, 32, 44, 56, 110)), "cifar_densenet40", "cifar_densenet100",
+        "digits_resnet",
+    }  # fmt: skip
 
 
 def test_the_example_input_is_always_the_same_and_takes_a_shape() -> None:
