@@ -119,7 +119,9 @@ class GateSite(nn.Module):
         self.register_buffer("head_weight", weight[index].contiguous())
         self.register_buffer("head_bias", bias[index].contiguous())
         self.site = site
-        self._made: tuple[int, native.Gates] | None = None
+        self._by_channel = site.axis in (1, -3) and site.batch_axis == 0
+        self._made: native.Gates | None = None
+        """The kernel's call with all that does not change."""
         self.plain = False
         """Whether to use torch's own operators only."""
         self.threshold = 0.0
@@ -137,31 +139,28 @@ class GateSite(nn.Module):
 
         `arriving` is the mask of the channels of `x` that was decided before, where there is one.
         """
+        if self._by_channel and x.dim() > 2 and x.dtype == torch.float32 and not self.plain:
+            if x.numel() and not torch.compiler.is_compiling() and native.compiled() is not None:
+                if self._made is None:
+                    self._made = native.Gates(*self._tensors(), self.sizes, self.immortal, self.groups)
+                return self._made(x.contiguous(), arriving, self.threshold)
+        trunk, head = self._tensors()
+        numbers = self.threshold, self.sizes, self.immortal, self.groups
         if self.plain:
-            trunk: Any = self.trunk_weight, self.trunk_bias
-            head: Any = self.head_weight, self.head_bias
-            means = pooled(x, self.site, x.shape[0])
-            return plain.gate_masks(
-                means, arriving, trunk, head, self.threshold, self.sizes, self.immortal, self.groups
-            )  # fmt: skip
-        if self.site.axis % x.dim() != 1 or self.site.batch_axis != 0:
-            x = pooled(x, self.site, len(x))
-        elif x.dim() > 2 and x.dtype == torch.float32 and x.numel() and not torch.compiler.is_compiling():
-            if native.compiled() is not None:
-                return self._prepared()(x.contiguous(), arriving, self.threshold)
-        masks: list[Tensor] = torch.ops.headgate.gate_masks(
-            x, arriving, self.trunk_weight, self.trunk_bias, self.head_weight, self.head_bias, self.threshold,
-            self.sizes, self.immortal, self.groups,
-        )  # fmt: skip
+            return plain.gate_masks(pooled(x, self.site, x.shape[0]), arriving, trunk, head, *numbers)
+        x = x if self._by_channel else pooled(x, self.site, len(x))
+        masks: list[Tensor] = torch.ops.headgate.gate_masks(x, arriving, *trunk, *head, *numbers)
         return masks
 
-    def _prepared(self) -> native.Gates:
-        """The kernel's call with all that does not change; made anew for a copy, whose tensors lie elsewhere."""
-        tensors = self.trunk_weight, self.trunk_bias, self.head_weight, self.head_bias
-        place = self.trunk_weight.data_ptr()  # type: ignore[operator]
-        if self._made is None or self._made[0] != place:
-            self._made = place, native.Gates(tensors[:2], tensors[2:], self.sizes, self.immortal, self.groups)  # type: ignore[arg-type]
-        return self._made[1]
+    def _tensors(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        made: Any = (self.trunk_weight, self.trunk_bias), (self.head_weight, self.head_bias)
+        return made
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GateSite:
+        """Move: what was prepared points to where the tensors were."""
+        super()._apply(fn, recurse)
+        self._made = None
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GateSite:
         made = GateSite.__new__(GateSite)
@@ -727,6 +726,9 @@ def _prepared(program: fx.GraphModule) -> fx.GraphModule:
             made = graph.call_module(name, (x, in_mask, out_mask, residual))
         node.replace_all_uses_with(made)
         graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
     graph.lint()
     quick.recompile()
     return quick

@@ -10,19 +10,62 @@
 #include <omp.h>
 #endif
 
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define HEADGATE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define HEADGATE_CLONES
+#endif
+
 namespace {
 
-// The sum of a plane, in sixteen running sums: quick, and closer to the truth than one.
-float sum_of(const float* x, int64_t count) {
-  float sums[16] = {};
+constexpr int SUMS = 64;
+
+// The sum of a plane, in many running sums: quick, and closer to the truth than one.
+HEADGATE_CLONES float sum_of(const float* x, int64_t count) {
+  float sums[SUMS] = {};
   int64_t p = 0;
-  for (; p + 16 <= count; p += 16)
-    for (int lane = 0; lane < 16; ++lane) sums[lane] += x[p + lane];
-  float rest = 0.0f;
-  for (; p < count; ++p) rest += x[p];
-  for (int step = 8; step; step /= 2)
+  for (; p + SUMS <= count; p += SUMS)
+    for (int lane = 0; lane < SUMS; ++lane) sums[lane] += x[p + lane];
+  for (; p + 8 <= count; p += 8)
+    for (int lane = 0; lane < 8; ++lane) sums[lane] += x[p + lane];
+  for (int lane = 0; p < count; ++p, ++lane) sums[lane] += x[p];
+  for (int step = SUMS / 2; step; step /= 2)
     for (int lane = 0; lane < step; ++lane) sums[lane] += sums[lane + step];
-  return sums[0] + rest;
+  return sums[0];
+}
+
+// logits = W hidden + b, for the usual number of hidden values at a fixed length.
+HEADGATE_CLONES void head(const float* w, const float* b, const float* hidden, int64_t length, int64_t gates,
+                          float* logits) {
+  constexpr int USUAL = 16;
+  if (length == USUAL) {
+    float inner[USUAL];
+    std::memcpy(inner, hidden, sizeof(inner));
+    for (int64_t g = 0; g < gates; ++g) {
+      float products[USUAL];
+      for (int h = 0; h < USUAL; ++h) products[h] = w[g * USUAL + h] * inner[h];
+      for (int step = USUAL / 2; step; step /= 2)
+        for (int h = 0; h < step; ++h) products[h] += products[h + step];
+      logits[g] = b[g] + products[0];
+    }
+    return;
+  }
+  for (int64_t g = 0; g < gates; ++g) {
+    float sum = b[g];
+    for (int64_t h = 0; h < length; ++h) sum += w[g * length + h] * hidden[h];
+    logits[g] = sum;
+  }
+}
+
+HEADGATE_CLONES float dot(const float* a, const float* b, int64_t count) {
+  float sums[32] = {};
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32)
+    for (int lane = 0; lane < 32; ++lane) sums[lane] += a[i + lane] * b[i + lane];
+  for (int lane = 0; i < count; ++i, ++lane) sums[lane] += a[i] * b[i];
+  for (int step = 16; step; step /= 2)
+    for (int lane = 0; lane < step; ++lane) sums[lane] += sums[lane + step];
+  return sums[0];
 }
 
 }  // namespace
@@ -52,23 +95,11 @@ int headgate_gate_masks(const float* x, const uint8_t* open, int64_t open_stride
     }
     for (int64_t b = 0; b < batch; ++b)
       for (int64_t h = 0; h < hidden; ++h) {
-        const float* weights = w1 + h * channels;
-        const float* inputs = means.data() + b * channels;
-        float sums[8] = {};
-        int64_t c = 0;
-        for (; c + 8 <= channels; c += 8)
-          for (int lane = 0; lane < 8; ++lane) sums[lane] += weights[c + lane] * inputs[c + lane];
-        float sum = b1[h];
-        for (; c < channels; ++c) sum += weights[c] * inputs[c];
-        for (int lane = 0; lane < 8; ++lane) sum += sums[lane];
+        const float sum = b1[h] + dot(w1 + h * channels, means.data() + b * channels, channels);
         inner[b * hidden + h] = sum < 0.0f ? 0.0f : sum;
       }
     for (int64_t b = 0; b < batch; ++b) {
-      for (int64_t g = 0; g < gates; ++g) {
-        float sum = b2[g];
-        for (int64_t h = 0; h < hidden; ++h) sum += w2[g * hidden + h] * inner[b * hidden + h];
-        logits[g] = sum;
-      }
+      head(w2, b2, inner.data() + b * hidden, hidden, gates, logits.data());
       const float* row = logits.data();
       for (int64_t m = 0; m < masks; row += sizes[m], ++m) {
         uint8_t* mask = out[m] + b * sizes[m];

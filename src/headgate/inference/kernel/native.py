@@ -97,13 +97,14 @@ class Gates:
             (ctypes.c_int64 * max(len(groups), 1))(*groups), len(groups),
         )  # fmt: skip
         self._rows = ctypes.c_void_p * len(sizes)
-
-    def __call__(self, x: Tensor, arriving: Tensor | None, threshold: float) -> list[Tensor]:
         found = compiled()
         assert found is not None
+        self._decide = found.headgate_gate_masks
+
+    def __call__(self, x: Tensor, arriving: Tensor | None, threshold: float) -> list[Tensor]:
         images, channels = x.shape[:2]
         masks = [torch.empty(images, size, dtype=torch.bool) for size in self.sizes]
-        failed = found.headgate_gate_masks(
+        failed = self._decide(
             x.data_ptr(), _at(arriving), _step(arriving), *self._pointers, images, channels,
             x.numel() // max(images * channels, 1), self._hidden, *self._numbers, threshold,
             self._rows(*(mask.data_ptr() for mask in masks)), torch.get_num_threads(),
