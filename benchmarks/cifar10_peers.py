@@ -84,7 +84,7 @@ def _options() -> Namespace:
     made.add_argument("--weights", help="of the dense network, a safetensors file")
     made.add_argument("--data-dir", help="the folder that holds cifar-10-batches-bin")
     made.add_argument("--epochs", type=int, default=10, help="of every method, all its phases together")
-    made.add_argument("--gate-epochs", type=int, help="of these, weights and gates together; a fifth if not given")
+    made.add_argument("--gate-epochs", type=int, help="of these, weights and gates together; a tenth if not given")
     made.add_argument("--sparse-epochs", type=int, help="of these, regularized for sparsity; 40 %% if not given")
     made.add_argument("--sparse-reg", type=float, default=5e-4, help=f"strength of {SPARSE_METHOD}'s regularization")
     made.add_argument("--sparse-lr", type=float, default=0.01, help="learning rate meanwhile")
@@ -114,7 +114,7 @@ def _completed(parser: ArgumentParser, options: Namespace) -> Namespace:
     for method in options.methods:
         if method.removesuffix(DISTILLED) not in METHODS:
             parser.error(f"there is no method {method!r}: choose from {', '.join(METHODS)}")
-    options.gate_epochs = options.gate_epochs or max(1, options.epochs // 5)
+    options.gate_epochs = options.gate_epochs or max(1, options.epochs // 10)
     options.sparse_epochs = options.sparse_epochs or max(1, options.epochs * 2 // 5)
     trial = options.quick or options.validation
     options.out = options.out or Path("runs") / ("cifar10_peers-trial" if trial else "cifar10_peers")

@@ -119,6 +119,17 @@ def test_a_conditional_run_answers_too(conditional: Path, tmp_path: Path) -> Non
     assert "conditional" in written and (tmp_path / "masked.onnx").is_file()
 
 
+def test_a_run_with_exits_answers_too(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, exits=("layer1", "layer2"), tune_epochs=0, target="0.7", gate_lr=0.05)
+    rows = {row["network"]: row for row in json.loads(ask("evaluate", str(folder), "--json"))}
+    assert 0 < rows["cascade"]["macs_fraction"] < 1.1 and set(rows) == {"dense", "cascade"}
+    bench = ["bench", str(folder), "--batch", "1", "--batch", "8", "--rounds", "2", "--threads", "1", "--json"]
+    assert [row["batch"] for row in json.loads(ask(*bench))] == [1, 8]
+    result = CliRunner().invoke(app, ["shrink", str(folder), "--onnx", str(tmp_path / "x.onnx")])
+    assert result.exit_code == 1 and "cascade.safetensors" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

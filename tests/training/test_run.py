@@ -436,3 +436,48 @@ def test_a_run_can_start_from_what_the_network_says(tmp_path: Path, monkeypatch:
     assert same_weights(tmp_path / "whole", tmp_path / "run")
     run(tmp_path / "alike")
     assert not same_weights(tmp_path / "whole", tmp_path / "alike", "gated.safetensors")
+
+
+LEAVING = {"exits": ("layer1", "layer2"), "tune_epochs": 0, "target": "0.7", "gate_epochs": 3, "gate_lr": 0.05}
+
+
+@pytest.fixture(scope="module")
+def cascade(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose images can leave early."""
+    folder = tmp_path_factory.mktemp("cascade") / "run"
+    run(folder, **LEAVING)
+    return folder
+
+
+def test_a_run_with_exits_ends_with_its_table(cascade: Path) -> None:
+    result = json.loads((cascade / "result.json").read_text())
+    table = result["exits"]
+    assert [row["name"] for row in table["rows"]] == ["layer1", "layer2", "last"]
+    assert sum(row["share"] for row in table["rows"]) == pytest.approx(1)
+    assert table["accuracy"] == pytest.approx(result["accuracy"]["cascade"])
+    assert table["macs_fraction"] == pytest.approx(result["macs_fraction"]["cascade"], rel=1e-4)
+    assert result["macs_fraction"]["cascade"] < 0.8, "thresholds are those of the training images"
+    assert result["accuracy"]["cascade"] > 0.3
+    net = headgate.load(cascade / "cascade.safetensors", make())
+    assert isinstance(net, headgate.ExitModel)
+
+
+def test_an_interrupted_run_with_exits_ends_with_the_same_bits(
+    cascade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obey = loop._obey
+    stop_at_(monkeypatch, "gates", 14)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", **LEAVING)
+    monkeypatch.setattr(loop, "_obey", obey)
+    torch.manual_seed(99)
+    go(tmp_path / "run", None, EVERY_STEP)
+    assert same_weights(cascade, tmp_path / "run", "cascade.safetensors")
+
+
+def test_exits_are_checked_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(HeadgateError, match="at names `layer9`"):
+        run(tmp_path / "run", **{**LEAVING, "exits": ("layer9",)})
+    with pytest.raises(HeadgateError, match="tune_epochs"):
+        run(tmp_path / "run", **{**LEAVING, "tune_epochs": 1})
+    assert not (tmp_path / "run").exists()

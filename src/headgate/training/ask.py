@@ -10,7 +10,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headgate.analysis.measure import Timing, module_call, onnx_call, ratio, time_interleaved, torch_threads
+from headgate.analysis.measure import (
+    Timing,
+    module_call,
+    onnx_call,
+    ratio,
+    time_interleaved,
+    timing_of,
+    torch_threads,
+)  # fmt: skip
 from headgate.data.batches import Split
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError
+from headgate.exits import ExitModel
 from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
 from headgate.inference.export import export_onnx
@@ -166,6 +175,10 @@ def shrink(
     everything and masks.
     """
     start = _start(folder)
+    if start.recipe.exits:
+        raise HeadgateError(
+            f"{folder} has exits, and nothing to shrink: use headgate.load(…/cascade.safetensors, model)"
+        )
     if start.recipe.kind == "dynamic":
         return _write_conditional(folder, start, out, onnx, round_to > 1 or fold_batchnorm)
     if round_to > 1 or fold_batchnorm:
@@ -217,7 +230,8 @@ def bench(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> 
     A conditional network is compared in PyTorch, on images of its data: noise would open other channels.
     """
     threads = threads or torch.get_num_threads()
-    if recipe_in(folder).kind == "dynamic":
+    recipe = recipe_in(folder)
+    if recipe.exits or recipe.kind == "dynamic":
         return _bench_conditional(folder, batches, threads, rounds)
     start = _start(folder)
     nets = {"dense": network(folder, "dense", start).eval(), "small": network(folder, "shrunk", start).eval()}
@@ -238,18 +252,35 @@ def bench(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> 
 
 def _bench_conditional(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> list[dict[str, Any]]:
     start, data = _open(folder)
-    dense, gated = network(folder, "dense", start).eval(), _gated(folder, start)
+    dense = network(folder, "dense", start).eval()
+    small = network(folder, "cascade", start).eval() if start.recipe.exits else _gated(folder, start)
+    assert isinstance(small, (GatedModel, ExitModel))
     rows = []
     with torch_threads(threads):
         for batch in batches:
-            images, _ = next(iter(data.test.eval_batches(batch)))
+            images, _ = next(iter(data.test.eval_batches(max(batch, TIMED_IMAGES))))
+            parts = [part for part in images.split(batch) if len(part) == batch]
             with torch.no_grad():
-                gated(images)
-            calls = {"dense": module_call(dense, images), "conditional": module_call(gated.compact(images), images)}
-            timings = time_interleaved(calls, rounds, settle=1)
-            fewer = gated.dense_macs / gated.macs()
-            rows.append(_bench_row("PyTorch", batch, threads, timings["dense"], timings["conditional"], fewer))
+                small(images)
+            fewer = small.dense_macs / small.macs()
+            quick = small.compact(parts[0]) if isinstance(small, GatedModel) else small
+            timings = time_interleaved({"dense": _over(dense, parts), "small": _over(quick, parts)}, rounds, settle=1)
+            a_batch = {
+                name: timing_of([ms / len(parts) for ms in timing.samples_ms]) for name, timing in timings.items()
+            }
+            rows.append(_bench_row("PyTorch", batch, threads, a_batch["dense"], a_batch["small"], fewer))
     return rows
+
+
+def _over(net: nn.Module, parts: Sequence[Tensor]) -> Callable[[], None]:
+    """One pass over several batches: what an image takes depends on the image."""
+    calls = [module_call(net, part) for part in parts]
+
+    def call() -> None:
+        for each in calls:
+            each()
+
+    return call
 
 
 def _bench_row(engine: str, batch: int, threads: int, dense: Timing, small: Timing, fewer: float) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.optim import SGD, Optimizer
 
 from headgate.data.batches import Split
 from headgate.errors import HeadgateError, NonFiniteLoss
+from headgate.exits import ExitModel
 from headgate.gated import GatedModel
 from headgate.graph.trace import tensors_in
 from headgate.training.distill import Distillation, student_loss
@@ -110,7 +111,7 @@ def prepared(phase: Phase, recipe: Recipe, team: Team) -> tuple[nn.Module, Optim
     Gated networks are not compiled: their masks change from step to step, and so would the code.
     """
     net, optimizer = team.prepare(phase.net, phase.optimizer)
-    if recipe.compile and not isinstance(phase.net, GatedModel):
+    if recipe.compile and not isinstance(phase.net, (GatedModel, ExitModel)):
         net = _compiled(net)
     return net, optimizer
 
@@ -125,7 +126,7 @@ def _compiled(net: nn.Module) -> nn.Module:
 def make_optimizer(net: nn.Module, name: PhaseName, recipe: Recipe) -> Optimizer:
     """SGD over the weights, and over the gates with their own rate and decay."""
     lr = recipe.lr(name, 0, 1)
-    if isinstance(net, GatedModel):
+    if isinstance(net, (GatedModel, ExitModel)):
         groups = net.param_groups(lr=lr, weight_decay=recipe.weight_decay, gate_lr=recipe.gate_lr)
     else:
         weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
@@ -140,7 +141,7 @@ def run_phase(phase: Phase, around: Surroundings) -> None:
     epochs = recipe.epochs_of(phase.name)
     journal.phase(phase.name, epochs=epochs, steps=steps, done=phase.step)
     net, optimizer = prepared(phase, recipe, team)
-    gated = phase.net if isinstance(phase.net, GatedModel) else None
+    gated = phase.net if isinstance(phase.net, (GatedModel, ExitModel)) else None
     for epoch in range(phase.step // steps, epochs):
         net.train()
         batches = around.split.train_batches(
@@ -158,7 +159,7 @@ def run_phase(phase: Phase, around: Surroundings) -> None:
             before = now
             values = {"loss": loss, "accuracy": phase.totals.accuracy, "lr": lr}
             journal.step(values | _gate_values(gated, phase.step))
-            if gated is not None and recipe.squeeze_below and phase.step % SQUEEZE_EVERY == 0:
+            if isinstance(gated, GatedModel) and recipe.squeeze_below and phase.step % SQUEEZE_EVERY == 0:
                 net, optimizer = _squeeze(phase, gated, net, optimizer, around)
             if phase.step % steps:
                 _obey(phase, around, loss)
@@ -179,7 +180,9 @@ def train_step(
     logits = tensors_in(net(images))[0]
     distillation = Distillation(recipe.distill, recipe.distill_temperature)
     task_loss = student_loss(logits, labels, answers, distillation, recipe.label_smoothing)
-    loss = task_loss + phase.net.cost_loss() if isinstance(phase.net, GatedModel) else task_loss
+    loss = task_loss + phase.net.cost_loss() if isinstance(phase.net, (GatedModel, ExitModel)) else task_loss
+    if isinstance(phase.net, ExitModel):
+        loss = loss + phase.net.classifier_loss(labels, recipe.label_smoothing)
     try:
         team.backward(loss)
     except RuntimeError as error:
@@ -220,13 +223,16 @@ def _obey(phase: Phase, around: Surroundings, loss: float, last_of_phase: bool =
         raise Interrupted
 
 
-def _gate_values(gated: GatedModel | None, step: int) -> dict[str, float]:
+def _gate_values(gated: GatedModel | ExitModel | None, step: int) -> dict[str, float]:
     """What the view shows of gates; the thresholded cost only now and then."""
-    if gated is None or gated.settled:
+    if gated is None or (isinstance(gated, GatedModel) and gated.settled):
         return {}
-    values = {"polarised": gated.polarised()}
+    values: dict[str, float] = {}
     if gated.budget.last_cost is not None:
         values |= {"cost": gated.budget.last_cost, "goal": gated.budget.target_now}
+    if isinstance(gated, ExitModel):
+        return values
+    values["polarised"] = gated.polarised()
     if step % DECIDED_EVERY == 0:
         values["cost_decided"] = gated.thresholded_macs() / gated.dense_macs
     return values
@@ -276,7 +282,7 @@ def measure(net: nn.Module, split: Split, team: Team, batch_size: int = EVAL_BAT
             answers = tensors_in(net(images.to(team.device)))[0].argmax(1)
             right += int((answers == labels.to(team.device)).sum())
             images_seen += len(labels)
-            if isinstance(net, GatedModel):
+            if isinstance(net, (GatedModel, ExitModel)):
                 macs += float(net.macs()) * len(labels)
     right_total, macs_total, total = team.total([right, macs, images_seen])
     return right_total / max(total, 1), macs_total / max(total, 1)

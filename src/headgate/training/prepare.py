@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headgate.data.sources import DataSet, open_data
 from headgate.errors import HeadgateError, ModelError, TargetError
+from headgate.exits import ExitModel, add_exits
 from headgate.gated import GatedModel, gate, parse_target
 from headgate.gates.budget import Budget
 from headgate.graph.macs import count_macs
@@ -63,8 +64,8 @@ def data_of(recipe: Recipe) -> DataSet:
     )  # fmt: skip
 
 
-def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> GatedModel:
-    """The network with the recipe's gates, its budget planned over `steps` steps."""
+def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> GatedModel | ExitModel:
+    """The network with the recipe's gates, on channels or behind exits, its budget planned over `steps` steps."""
     granularity: Any = int(recipe.granularity) if recipe.granularity.isdigit() else recipe.granularity
     share = parse_target(as_target(recipe.target), count_macs(model, example))
     budget = (
@@ -72,6 +73,10 @@ def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> G
         if recipe.budget == "paper"
         else Budget(share, ramp_steps=max(1, round(recipe.ramp * steps)), weight=recipe.budget_weight)
     )
+    if recipe.exits:
+        return add_exits(
+            model, example, recipe.exits, target=share, budget=budget, classifier_weight=recipe.classifier_weight
+        )
     options: dict[str, Any] = {
         "kind": recipe.kind, "granularity": granularity, "loss": recipe.loss, "static": recipe.static,
         "stream": None if recipe.stream == "auto" else recipe.stream,
@@ -140,8 +145,10 @@ def _check_compiler() -> None:
         ) from error
 
 
-def tuned_of(gated: GatedModel, recipe: Recipe) -> nn.Module:
+def tuned_of(gated: GatedModel | ExitModel, recipe: Recipe) -> nn.Module:
     """What the last phase trains, with random decisions: a shrunk network at the recipe's target, or settled gates."""
+    if isinstance(gated, ExitModel):
+        return gated
     if gated.dynamic is not None:
         return gated.settle_()
     generator = torch.Generator().manual_seed(0)

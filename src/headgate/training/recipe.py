@@ -35,6 +35,8 @@ CHOICES = {
     "loss": ("macs", "activation", "per_gate"),
     "backward": ("sample", "probability"),
 }
+NAMES = ("exits", "frozen", "static")
+"""Fields that are lists of modules."""
 PLACES = ("weights", "data_dir", "teacher", "workers")
 """Fields that say where something is or how it is read: they may change when a run goes on."""
 
@@ -61,6 +63,8 @@ class Recipe:
     kind: str = about("Gates that are parameters (static), or that depend on the image (dynamic).", "static")
     granularity: str = about("channel, layer, or a number of channels a gate.", "channel")
     stream: str = about("shared: gates tied along a stream; indexed: masks of their own; auto: by kind.", "auto")
+    exits: tuple[str, ...] = about("Modules behind which images can leave early; no channel has a gate then.", ())
+    classifier_weight: float = about("Of all exits' classifiers on all images, in the loss.", 1.0)
     frozen: tuple[str, ...] = about("Modules to leave alone.", ())
     static: tuple[str, ...] = about("Modules whose gates stay static where the kind is dynamic.", ())
     loss: str = about("Cost loss: macs, activation or per_gate.", "macs")
@@ -115,6 +119,8 @@ class Recipe:
             _check(getattr(self, name) in choices, self, name, f"one of {', '.join(choices)}")
         for name in ("ramp", "distill", "squeeze_below", "label_smoothing"):
             _check(0 <= getattr(self, name) <= 1, self, name, "a share, from 0 to 1")
+        _check(not (self.exits and self.tune_epochs), self, "tune_epochs", "0 with exits: nothing is shrunk")
+        _check(self.classifier_weight >= 0, self, "classifier_weight", "0 or more")
         for name in ("dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay", "prime_spread"):
             value = getattr(self, name)
             _check(math.isfinite(value) and value >= 0, self, name, "a number from 0 on")
@@ -137,7 +143,7 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """All fields, as JSON takes them."""
-        return {**asdict(self), "frozen": list(self.frozen), "static": list(self.static)}
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in NAMES}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Recipe:
@@ -147,7 +153,7 @@ class Recipe:
             raise HeadgateError(
                 f"the recipe has unknown fields {sorted(unknown)}: it is of another version of headgate"
             )
-        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in ("frozen", "static")}})
+        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in NAMES}})
 
 
 EPOCHS: dict[PhaseName, str] = {"dense": "dense_epochs", "gates": "gate_epochs", "tune": "tune_epochs"}
@@ -176,7 +182,10 @@ def learning_rate(schedule: str, peak: float, step: int, steps: int, step_length
 
 # ------------------------------------------------------------------------------------------------------- named
 
-_CIFAR = Recipe(data="cifar10")
+_CIFAR = Recipe(
+    data="cifar10", gate_epochs=1, tune_epochs=9, prime_batches=40, prime_spread=2.5, gate_phase_lr=0.03, gate_lr=0.03,
+    tune_schedule="cosine",
+)  # fmt: skip
 _IMAGENET = Recipe(
     weights="pretrained", data="folder:imagenet", batch_size=256, gate_epochs=100, tune_epochs=0, gate_phase_lr=0.1,
     gate_lr=0.1, gate_schedule="step", step_epochs=30, workers=8,
@@ -213,6 +222,13 @@ def _named() -> dict[str, Recipe]:
         recipes += _of_every_kind(
             replace(_IMAGENET, name=f"imagenet-resnet{depth}", model=f"torchvision:resnet{depth}")
         )
+    leaving = replace(
+        _CIFAR, prime_batches=0, gate_epochs=20, tune_epochs=0, gate_phase_lr=0.02, gate_schedule="cosine", target="0.7"
+    )
+    recipes += [
+        replace(leaving, name="cifar10-densenet100-exits", model="cifar_densenet100", exits=("block1", "block2")),
+        replace(leaving, name="cifar10-resnet56-exits", model="cifar_resnet56", exits=("layer1", "layer2")),
+    ]
     return {recipe.name: recipe for recipe in recipes}
 
 

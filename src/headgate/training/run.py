@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ from headgate.analysis.records import PACKAGES, cpu_model, versions_of, write_te
 from headgate.data.batches import Split
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError
+from headgate.exits import ExitModel
 from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
 from headgate.storage import load, save
 from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import AnyJournal
 from headgate.training.loop import (
+    EVAL_BATCH,
     Interrupted,
     Phase,
     Surroundings,
@@ -46,10 +48,10 @@ from headgate.training.recipe import PHASES, PhaseName, Recipe, without_places
 from headgate.training.team import Team
 
 DENSE, GATED, DECIDED, SMALL = "dense.safetensors", "gated.safetensors", "decided.safetensors", "small.safetensors"
-TRAINED, CONDITIONAL = "trained.safetensors", "conditional.safetensors"
+TRAINED, CONDITIONAL, CASCADE = "trained.safetensors", "conditional.safetensors", "cascade.safetensors"
 NETWORKS = {
     "dense": DENSE, "trained": TRAINED, "gated": GATED, "decided": DECIDED, "shrunk": SMALL,
-    "conditional": CONDITIONAL,
+    "conditional": CONDITIONAL, "cascade": CASCADE,
 }  # fmt: skip
 """What a folder may hold, by what it is called in results."""
 RECIPE, RESULT = "recipe.json", "result.json"
@@ -141,6 +143,8 @@ class Run:
 
     @property
     def _last_file(self) -> str:
+        if self.recipe.exits:
+            return CASCADE
         return SMALL if self.recipe.kind == "static" else CONDITIONAL
 
     def _net(self, name: PhaseName, start: Start, data: DataSet) -> nn.Module:
@@ -162,9 +166,10 @@ class Run:
     def _decide(self, start: Start, data: DataSet) -> None:
         """Between gates and tuning: calibrate, shrink what can be shrunk, keep both."""
         self._entered = time.monotonic()
-        gated = load(self.folder / TRAINED, start.architecture())
+        gated = load(self.folder / TRAINED, start.architecture()).to(self.team.device)
+        if isinstance(gated, ExitModel):
+            return self._set_exits(gated, data)
         assert isinstance(gated, GatedModel)
-        gated.to(self.team.device)
         if gated.dynamic is not None:  # its costs are those of images
             images = next(iter(calibration_batches(data.train, self.recipe)))[0]
             with torch.no_grad():
@@ -193,9 +198,20 @@ class Run:
                 save(decided, self.folder / self._last_file)
         self.team.wait()
 
+    def _set_exits(self, exits: ExitModel, data: DataSet) -> None:
+        """The thresholds at which the training images cost the target."""
+        exits.calibrate(calibration_batches(data.train, self.recipe), self.recipe.calibration_batches)
+        table = exits.table(calibration_batches(data.train, self.recipe), self.recipe.calibration_batches)
+        self._count_time("decide")
+        values = {"target": exits.target, "cost_sampled": exits.budget.last_cost, "cost_decided": table.macs_fraction}
+        self.journal.note("decided", {**values, "tau": exits.taus[0], "dense_macs": exits.dense_macs})
+        if self.team.main:
+            save(exits, self.folder / CASCADE)
+        self.team.wait()
+
     def _look(self, phase: Phase, data: DataSet) -> dict[str, float]:
         """Accuracy after an epoch, on held-out training images; the test set waits for the end."""
-        if not self.recipe.validation or isinstance(phase.net, GatedModel):
+        if not self.recipe.validation or isinstance(phase.net, (GatedModel, ExitModel)):
             return {}
         return {"validation_accuracy": accuracy(phase.net, data.test, self.team)}
 
@@ -219,6 +235,9 @@ class Run:
             "processes": self.team.processes, "threads": torch.get_num_threads(),
             "versions": versions_of(PACKAGES), "cpu": cpu_model(),
         }  # fmt: skip
+        if isinstance(nets.get("cascade"), ExitModel):
+            table = nets["cascade"].table(data.test.eval_batches(EVAL_BATCH))  # type: ignore[operator]
+            result["exits"] = asdict(table)
         self.journal.note("end", {key: result[key] for key in ("accuracy", "macs_fraction", "seconds")})
         if self.team.main:
             write_text(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
@@ -307,6 +326,8 @@ class Run:
 def measured(net: nn.Module, split: Split, team: Team, example: Tensor) -> tuple[float, float]:
     """Accuracy, and multiply-adds an image: exactly, but where they depend on the images."""
     share, mean_macs = measure(net, split, team)
+    if isinstance(net, ExitModel):
+        return share, mean_macs
     if isinstance(net, GatedModel):
         return share, mean_macs if net.dynamic is not None else int(net.eval().macs())
     return share, count_macs(net.cpu(), example)
