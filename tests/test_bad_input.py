@@ -289,7 +289,7 @@ def test_a_target_lowered_later_below_what_can_be_reached() -> None:
         ({"granularity": None}, headgate.HeadgateError, "granularity=None"),
         ({"stream": "both"}, headgate.HeadgateError, "stream='both': use \"shared\""),
         ({"loss": "flops"}, headgate.HeadgateError, "loss='flops' is unknown: use one of macs, activation, per_gate"),
-        ({"kind": "dynamic"}, headgate.HeadgateError, "kind='dynamic'"),
+        ({"kind": "both"}, headgate.HeadgateError, "kind='both'"),
         ({"temperature": 0}, headgate.HeadgateError, "temperature=0"),
         ({"backward": "p"}, headgate.HeadgateError, "backward='p'"),
         ({"initial_probability": 1}, headgate.HeadgateError, "initial_probability=1"),

@@ -29,7 +29,7 @@ from headgate.gates.gumbel import Backward, Relaxation, logistic_noise
 from headgate.gates.gumbel import draw as draw_gates
 from headgate.gates.prime import marginal_macs, primed_logits
 from headgate.gates.static import StaticGates
-from headgate.graph.analyse import Settings, StreamForm, analyse, check_frozen_names
+from headgate.graph.analyse import Settings, StreamForm, analyse, check_frozen_names, check_model
 from headgate.graph.grouping import ChannelGraph, Granularity, Reader
 from headgate.graph.plan import Plan
 from headgate.graph.sites import find_sites
@@ -762,6 +762,7 @@ def gate(
     if kind not in ("static", "dynamic"):
         raise HeadgateError(f'kind={kind!r}: gates are "static" or "dynamic"')
     settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
+    check_model(model)
     check_frozen_names(_names("static", static), dict(model.named_modules()), "static")
     graph = analyse(model, example_input, settings)
     if not graph.masks:
