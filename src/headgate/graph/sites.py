@@ -44,15 +44,7 @@ def find_sites(graph: ChannelGraph, static: Sequence[str] = ()) -> tuple[Site, .
             masks_at.setdefault(value, []).append(number)
     sites = [(search.first_reader[value], tuple(masks)) for value, masks in masks_at.items()]
     return tuple(
-        Site(
-            usage.layer,
-            usage.in_axis,
-            usage.batch_axis,
-            search.channels(usage),
-            masks,
-            search.reads(usage.layer, masks),
-        )  # fmt: skip
-        for usage, masks in sorted(sites, key=lambda site: search.called_at[site[0].layer])
+        search.site(usage, masks) for usage, masks in sorted(sites, key=lambda site: search.called_at[site[0].layer])
     )
 
 
@@ -116,6 +108,11 @@ class _Search:
                 inside = [name for name in branch.layers(self.trace) if name in self.called_at]
                 return min(inside, key=self.called_at.__getitem__)
         return layer
+
+    def site(self, usage: Usage, masks: tuple[int, ...]) -> Site:
+        """What a layer reads, as a site of some masks."""
+        reads = self.reads(usage.layer, masks)
+        return Site(usage.layer, usage.in_axis, usage.batch_axis, self.channels(usage), masks, reads)
 
     def reads(self, layer: str, own: Sequence[int]) -> NDArray[np.int64] | None:
         """The gates on what a layer reads, without those of the masks that are decided there."""

@@ -139,11 +139,11 @@ class GateSite(nn.Module):
 
         `arriving` is the mask of the channels of `x` that was decided before, where there is one.
         """
-        if self._by_channel and x.dim() > 2 and x.dtype == torch.float32 and not self.plain:
-            if x.numel() and not torch.compiler.is_compiling() and native.compiled() is not None:
-                if self._made is None:
-                    self._made = native.Gates(*self._tensors(), self.sizes, self.immortal, self.groups)
-                return self._made(x.contiguous(), arriving, self.threshold)
+        images = self._by_channel and x.dim() > 2 and x.dtype == torch.float32 and x.numel() > 0
+        if images and not self.plain and not torch.compiler.is_compiling() and native.compiled() is not None:
+            if self._made is None:
+                self._made = native.Gates(*self._tensors(), self.sizes, self.immortal, self.groups)
+            return self._made(x.contiguous(), arriving, self.threshold)
         trunk, head = self._tensors()
         numbers = self.threshold, self.sizes, self.immortal, self.groups
         if self.plain:
