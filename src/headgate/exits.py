@@ -26,7 +26,7 @@ from headgate.gates.budget import Budget
 from headgate.gates.cost import over_processes
 from headgate.gates.dynamic import GateNetwork
 from headgate.gates.gumbel import Relaxation, draw, logistic_noise
-from headgate.graph.analyse import check_frozen_names
+from headgate.graph.analyse import check_module_names
 from headgate.graph.macs import count_macs, traced_macs
 from headgate.graph.trace import ModuleSpan, Trace, stripped_copy, tensors_in
 
@@ -195,16 +195,8 @@ class ExitModel(nn.Module):
         wishes_BK = torch.stack(wishes, 1)
         noise = logistic_noise(tuple(wishes_BK.shape), wishes_BK.device, None)
         leaves_BK = draw(wishes_BK, noise, self.relaxation)
-        self._set_ways(leaves_BK)
-        assert self._leave_BK is not None
+        self._reach_BK, self._leave_BK = _ways(leaves_BK)
         return (torch.stack(self._logits, 2).float() * self._leave_BK[:, None]).sum(2)
-
-    def _set_ways(self, leaves_BK: Tensor) -> None:
-        """Who comes to each segment, and who leaves behind it: the first open gate counts."""
-        stays = torch.cumprod(1 - leaves_BK, 1)
-        reach = torch.cat([torch.ones_like(stays[:, :1]), stays], 1)
-        self._reach_BK = reach
-        self._leave_BK = torch.cat([reach[:, :-1] * leaves_BK, reach[:, -1:]], 1)
 
     def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = tensors_in((args, kwargs))
@@ -228,14 +220,10 @@ class ExitModel(nn.Module):
     def _macs_of_counts(self, entered: Sequence[int], images: int) -> float | None:
         if isinstance(self.model, GatedModel) and self.model.dynamic is not None:
             return None  # images that left are not in the counts of those that stayed
-        segments = self._segment_shares()[0].tolist()
-        total = 0.0
-        for number, count in enumerate(entered):
-            total += count * segments[number] * self.dense_macs
-            if number < len(self.gates):
-                after = entered[number + 1] if number + 1 < len(entered) else 0
-                total += count * self._gate_macs(number) + (count - after) * self._head_macs[number]
-        return total / images
+        counts = [*entered, *[0] * (len(self.names) - len(entered))]
+        reach = torch.tensor([counts], dtype=torch.float64) / images
+        leave = reach - torch.cat([reach[:, 1:], torch.zeros(1, 1)], 1)
+        return float(self.shares_B(reach, leave)) * self.dense_macs
 
     def _gate_macs(self, number: int) -> int:
         network = self.gates[number]
@@ -259,10 +247,11 @@ class ExitModel(nn.Module):
             columns.append(each_BI[:, places].sum(1) + fixed / self.dense_macs)
         return torch.stack(columns, 1)
 
-    def shares_B(self, reach_BK: Tensor, leave_BK: Tensor) -> Tensor:
-        """Multiply-adds of each image as a share of the dense model's, for given ways through the cascade."""
-        segments = self._segment_shares().to(reach_BK)
-        shares = (reach_BK * segments).sum(1)
+    def shares_B(self, reach_BK: Tensor, leave_BK: Tensor, segments_BK: Tensor | None = None) -> Tensor:
+        """Multiply-adds of each image as a share of the dense model's, for given ways through the cascade; segments
+        cost what they did in the last pass, if nothing else is given."""
+        segments_BK = self._segment_shares() if segments_BK is None else segments_BK
+        shares = (reach_BK * segments_BK.to(reach_BK)).sum(1)
         for number in range(len(self.gates)):
             own = reach_BK[:, number] * self._gate_macs(number) + leave_BK[:, number] * self._head_macs[number]
             shares = shares + own / self.dense_macs
@@ -333,18 +322,9 @@ class ExitModel(nn.Module):
             raise HeadgateError("the loader is empty: give at least one batch of (images, labels)")
         return torch.cat(wished), torch.cat(right), torch.cat(costs)
 
-    def _ways(self, p_NK: Tensor, taus: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """Reach and leave for thresholds, image by image."""
-        leaves = (p_NK > torch.tensor(list(taus))).double()
-        stays = torch.cumprod(1 - leaves, 1)
-        reach = torch.cat([torch.ones_like(stays[:, :1]), stays], 1)
-        return reach, torch.cat([reach[:, :-1] * leaves, reach[:, -1:]], 1)
-
-    def _cost_N(self, reach: Tensor, leave: Tensor, segments: Tensor) -> Tensor:
-        total = (reach * segments.double()).sum(1) * self.dense_macs
-        for number in range(len(self.gates)):
-            total = total + reach[:, number] * self._gate_macs(number) + leave[:, number] * self._head_macs[number]
-        return total
+    def _cost_N(self, p_NK: Tensor, taus: Sequence[float], segments_NK: Tensor) -> Tensor:
+        """Multiply-adds of each image under these thresholds."""
+        return self.shares_B(*_ways((p_NK > torch.tensor(taus)).double()), segments_NK) * self.dense_macs
 
     def calibrate(
         self, loader: Iterable[Any], batches: int | None = 200, target: float | str | None = None
@@ -357,7 +337,7 @@ class ExitModel(nn.Module):
         p, _, segments = self._seen(loader, batches)
 
         def macs_at(tau: float) -> float:
-            return float(self._cost_N(*self._ways(p, [tau] * len(self.gates)), segments).mean())
+            return float(self._cost_N(p, [tau] * len(self.gates), segments).mean())
 
         goal = share * self.dense_macs
         choices = torch.unique(torch.cat([p.flatten(), torch.tensor([0.0, 1.0])])).tolist()
@@ -381,8 +361,7 @@ class ExitModel(nn.Module):
     def table(self, loader: Iterable[Any], batches: int | None = None) -> ExitTable:
         """Who leaves where, and how right they are; of the cascade and of the last exit alone."""
         p, right, segments = self._seen(loader, batches)
-        reach, leave = self._ways(p, self.taus)
-        costs = self._cost_N(reach, leave, segments)
+        _, leave = _ways((p > torch.tensor(self.taus)).double())
         rows = []
         for number, name in enumerate(self.names):
             here = leave[:, number] > 0.5
@@ -394,11 +373,11 @@ class ExitModel(nn.Module):
                 ExitRow(
                     name, float(here.double().mean()), float(right[:, number].double().mean()),
                     float(right[here, number].double().mean()) if bool(here.any()) else None,
-                    float(self._cost_N(passed, alone, segments).mean()),
+                    float(self.shares_B(passed, alone, segments).mean()) * self.dense_macs,
                 )
             )  # fmt: skip
         cascade = float((right.double() * leave).sum(1).mean())
-        macs = float(costs.mean())
+        macs = float(self._cost_N(p, self.taus, segments).mean())
         return ExitTable(
             tuple(rows), cascade, float(right[:, -1].double().mean()), macs, macs / self.dense_macs, len(p)
         )
@@ -416,6 +395,13 @@ class ExitModel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"exits at {', '.join(self.names[:-1])}, target={self.target:.3g} of {self.dense_macs:,} MACs"
+
+
+def _ways(leaves_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """Who comes to each segment, and who leaves behind it: the first gate that is open counts."""
+    stays = torch.cumprod(1 - leaves_BK, 1)
+    reach = torch.cat([torch.ones_like(stays[:, :1]), stays], 1)
+    return reach, torch.cat([reach[:, :-1] * leaves_BK, reach[:, -1:]], 1)
 
 
 # ------------------------------------------------------------------------------------------------------- making
@@ -449,7 +435,7 @@ def add_exits(
     else:
         network = copied
         recorded, costs = traced_macs(copied, example_input)
-    check_frozen_names(at, dict(network.named_modules()), "at")
+    check_module_names(at, dict(network.named_modules()), "at")
     share = parse_target(target, sum(costs.values()))
     if budget is not None and budget.target != share:
         raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")

@@ -29,7 +29,7 @@ from headgate.gates.gumbel import Backward, Relaxation, logistic_noise
 from headgate.gates.gumbel import draw as draw_gates
 from headgate.gates.prime import marginal_macs, primed_logits
 from headgate.gates.static import StaticGates
-from headgate.graph.analyse import Settings, StreamForm, analyse, check_frozen_names, check_model
+from headgate.graph.analyse import Settings, StreamForm, analyse, check_model, check_module_names
 from headgate.graph.grouping import ChannelGraph, Granularity, Reader
 from headgate.graph.plan import Plan
 from headgate.graph.sites import find_sites
@@ -639,13 +639,13 @@ class GatedModel(nn.Module):
             self.train(training)
         return small
 
-    def compact(self, images: Tensor | None = None) -> CompactModel:
+    def compact(self, images: Tensor | None = None, *, fold: bool = True) -> CompactModel:
         """A module that evaluates the gates and computes only the open channels of each image, in float32.
 
         It computes what this one computes in eval mode with the strategy in force ("threshold" or "calibrated"). Every
         layer is timed on `images` (as many as will come at once; the example input if not given) and computed densely
-        and masked where that is quicker; `report` lists these layers, and those without a fast path. `tau` can be
-        moved. Checked at every call.
+        and masked where that is quicker; `report` lists these layers, and those without a fast path. Gates that no
+        image can change are folded away; with `fold=False` none is, and `tau` can be moved. Checked at every call.
         """
         if self.dynamic is None:
             raise NotDecided("no gate depends on the input, so a plain smaller network does it: use shrink()")
@@ -657,7 +657,7 @@ class GatedModel(nn.Module):
         if len(examples) != 1:
             raise HeadgateError("compact() takes models with one input tensor")
         tau = 0.0 if self._strategy.name == "always_on" else self._threshold
-        fast = compact(self.model, self.graph, self.dynamic, self._decide(), tau, examples[0])
+        fast = compact(self.model, self.graph, self.dynamic, self._decide(), tau, examples[0], fold)
         training = self.training
         self.eval()
         try:
@@ -763,7 +763,7 @@ def gate(
         raise HeadgateError(f'kind={kind!r}: gates are "static" or "dynamic"')
     settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
     check_model(model)
-    check_frozen_names(_names("static", static), dict(model.named_modules()), "static")
+    check_module_names(_names("static", static), dict(model.named_modules()), "static")
     graph = analyse(model, example_input, settings)
     if not graph.masks:
         reasons = (

@@ -145,6 +145,19 @@ def test_gates_that_never_change_are_folded_away() -> None:
     assert widths[0] == 16 - int((fate[inner.gates] == NEVER).sum()) < 16
 
 
+def test_tau_moves_only_what_was_not_folded() -> None:
+    gated = opinionated(two_blocks, randn(1, 3, 8, 8))
+    network = gated.dynamic.networks[0]
+    with torch.no_grad():
+        network.head.weight[0], network.head.bias[0] = 0.0, 3.0  # sure at 0.5, closed at 0.99
+    with pytest.raises(HeadgateError, match="fold=False"):
+        gated.compact().tau = 0.99
+    gated.gates.set_probabilities(torch.ones(gated._fixed.count))
+    fast = gated.compact(fold=False)
+    fast.tau = 0.99
+    compare(gated.strategy("threshold", tau=0.99), fast, (3, 8, 8), 3, 1)
+
+
 def test_a_network_whose_gates_are_all_sure_has_no_gate_networks() -> None:
     gated = opinionated(two_blocks, randn(1, 3, 8, 8))
     for network in gated.dynamic.networks:

@@ -81,16 +81,13 @@ class Draw:
             self._alive_BN = self._ledger.alive_BN(self.gates_BG)
         return self._alive_BN
 
-    def dead_somewhere(self, number: int) -> Tensor | None:
+    def living(self, number: int) -> Tensor | None:
         """1 where branch `number` lives, image by image; None where it lives everywhere."""
         if self._joined is None:  # the pass is under way: look at the branch's own masks
             masks = self._ledger.branch_masks[number].tolist()
             lives = [self.part(mask).detach().sum(1, keepdim=True) > 0 for mask in masks]
             alive = torch.stack(torch.broadcast_tensors(*lives)).all(0)
-            lives_on = not torch.compiler.is_compiling() and bool(alive.all())
-            return None if lives_on else alive.to(self.part(masks[0]).dtype)
-        if torch.compiler.is_compiling():
-            return self.alive_BN[:, number : number + 1]
+            return None if bool(alive.all()) else alive.to(self.part(masks[0]).dtype)
         if self._all_alive is None:
             self._all_alive = tuple(bool(value) for value in self.alive_BN.all(0))
         return None if self._all_alive[number] else self.alive_BN[:, number : number + 1]
@@ -118,14 +115,10 @@ class Group:
     def keep_one_open(self, gates_BN: Tensor, probabilities_BN: Tensor) -> Tensor:
         """Open the likeliest gate of every mask that is all closed, unless the mask may die."""
         closed_BM = (self.counts_BM(gates_BN) < 0.5) & ~self.mortal.to(gates_BN.device)
-        if torch.compiler.is_compiling():  # an exported graph can't look whether there are any
-            numbers = [number for number, mortal in enumerate(self.mortal.tolist()) if not mortal]
-        else:
-            numbers = closed_BM.any(0).nonzero().flatten().tolist() if bool(closed_BM.any()) else []
-        if not numbers:
+        if not bool(closed_BM.any()):
             return gates_BN
         parts = list(torch.zeros_like(gates_BN).split(self.sizes, 1))
-        for number in numbers:
+        for number in closed_BM.any(0).nonzero().flatten().tolist():
             first = int(self.ends[number]) - self.sizes[number]
             likeliest_B = probabilities_BN[:, first : first + self.sizes[number]].argmax(1)
             one_hot = torch.nn.functional.one_hot(likeliest_B, self.sizes[number]).to(gates_BN.dtype)
@@ -276,7 +269,7 @@ class MaskBranch(GateHook):
         draw = self.board.draw
         if draw is None:
             return output
-        alive = draw.dead_somewhere(self.number) if self.mask is None else draw.part(self.mask)
+        alive = draw.living(self.number) if self.mask is None else draw.part(self.mask)
         return output if alive is None else output * spread(alive, output, None, self.batch_axis)
 
 

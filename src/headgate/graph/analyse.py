@@ -81,7 +81,7 @@ def analyse(model: nn.Module, example_input: Any, settings: Settings = DEFAULT_S
     adopt_library_rules()
     recorded = trace_model(model, example_input)
     modules = dict(model.named_modules())
-    frozen_names = check_frozen_names(settings.frozen, modules)
+    frozen_names = check_module_names(settings.frozen, modules)
     book = follow(recorded, modules)
     branches = _one_for_each_addition(find_branches(recorded), book)
     if settings.stream == "indexed" and settings.granularity != "layer":
@@ -112,7 +112,7 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def check_frozen_names(
+def check_module_names(
     frozen: Sequence[str], modules: Mapping[str, nn.Module], option: str = "frozen"
 ) -> tuple[str, ...]:
     """The names, if all of them exist."""

@@ -52,10 +52,10 @@ LOWEST_LOGIT = -100.0
 
 
 def gates_over_all_images(
-    dynamic: DynamicGates, graph: ChannelGraph, decided: Decisions, tau: float
+    dynamic: DynamicGates, graph: ChannelGraph, decided: Decisions, tau: float, fold: bool = True
 ) -> NDArray[np.int8]:
-    """Which gates are open or closed whatever the image: those that are parameters, as decided, and those whose
-    network can't say anything else, since its hidden values are never negative."""
+    """Which gates are open or closed whatever the image: those that are parameters, as decided, and with `fold` those
+    whose network can't say anything else at this tau, since its hidden values are never negative."""
     fate = np.where(decided, ALWAYS, NEVER).astype(np.int8)
     for site, network in zip(dynamic.sites, dynamic.networks, strict=True):
         assert isinstance(network, GateNetwork)
@@ -63,6 +63,8 @@ def gates_over_all_images(
         above = bias > _logit(tau)
         lowers, raises = (weight <= 0).all(1), (weight >= 0).all(1)
         told = torch.where(above & raises, ALWAYS, torch.where(~above & lowers, NEVER, DEPENDS)).cpu().numpy()
+        if not fold:
+            told[:] = DEPENDS
         start = 0
         for number in site.masks:
             mask = graph.masks[number]
@@ -228,7 +230,6 @@ class _Lowering:
         for node in self.ops.nodes:
             for name in _modules_around(node):
                 self.nodes_of.setdefault(name, []).append(node)
-        self.items = {item.name: item for item in self.graph.costs}
         self.mask_of_gate = np.repeat(np.arange(len(self.graph.masks)), [mask.size for mask in self.graph.masks])
         self.place_of_gate = np.cumsum(self.left) - 1  # among those left; counted from the mask's first below
         self.covered: set[str] = set()
@@ -604,8 +605,10 @@ def _conv_arguments(node: fx.Node) -> tuple[Any, Any, Any, Any, Any, Any, int]:
 class CompactModel(nn.Module):
     """A network that evaluates its gates and computes only what is open, image by image. For inference."""
 
-    def __init__(self, program: fx.GraphModule, report: Report, tau: float) -> None:
+    def __init__(self, program: fx.GraphModule, report: Report, tau: float, folded: bool) -> None:
         super().__init__()
+        self.folded = folded
+        """Whether some gates that depend on the image are folded away: their say is that of the tau they had."""
         self.program = program
         self.report = report
         self._tau = tau
@@ -615,13 +618,15 @@ class CompactModel(nn.Module):
 
     @property
     def tau(self) -> float:
-        """Gates that depend on the image are open where p > tau. Can be moved at any time."""
+        """Gates that depend on the image are open where p > tau. Can be moved at any time, unless gates are folded."""
         return self._tau
 
     @tau.setter
     def tau(self, tau: float) -> None:
         if not 0 <= tau <= 1:
             raise HeadgateError(f"tau={tau}: a gate is open where its probability is above tau, so tau lies in 0..1")
+        if self.folded and tau != self._tau:
+            raise HeadgateError(f"gates were folded away at tau={self._tau:g}: compact(fold=False) keeps tau movable")
         self._tau = tau
         for module in self.program.modules():
             if isinstance(module, GateSite):
@@ -736,15 +741,18 @@ def _prepared(program: fx.GraphModule) -> fx.GraphModule:
 
 def compact(
     model: nn.Module, graph: ChannelGraph, dynamic: DynamicGates, decided: Decisions, tau: float, example: Tensor,
+    fold: bool = True,
 ) -> CompactModel:  # fmt: skip
     """The conditional network in its fast form. `decided` are the gates that are parameters."""
-    fate = gates_over_all_images(dynamic, graph, decided, tau)
+    fate = gates_over_all_images(dynamic, graph, decided, tau, fold)
+    looking = [mask for site in dynamic.sites for mask in site.masks]
+    folded = any((fate[graph.masks[mask].gates] != DEPENDS).any() for mask in looking)
     left = _left_after_folding(graph, fate)
     net = build(model, make_plan(graph, left, dead_branches(graph, left))).eval()
     program = _exported(net, example)
     lowering = _Lowering(program, graph, left, fate, dynamic)
     lowering.carry_out()
-    return CompactModel(program, Report(tuple(dict.fromkeys(lowering.fast)), lowering.dense), tau)
+    return CompactModel(program, Report(tuple(dict.fromkeys(lowering.fast)), lowering.dense), tau, folded)
 
 
 def _exported(net: nn.Module, example: Tensor) -> fx.GraphModule:

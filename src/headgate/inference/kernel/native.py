@@ -65,19 +65,21 @@ def conv2d(
         *x.shape, y.shape[1], y.shape[2], y.shape[3], weight.shape[2], weight.shape[3], *stride, *padding, *dilation
     )
     failed = found.headgate_conv2d(
-        x.data_ptr(), weight.data_ptr(), _at(bias), _at(residual), y.data_ptr(),
-        _at(in_mask), _step(in_mask), _at(out_mask), _step(out_mask),
+        x.data_ptr(), weight.data_ptr(), at(bias), at(residual), y.data_ptr(),
+        at(in_mask), step(in_mask), at(out_mask), step(out_mask),
         ctypes.addressof(numbers), int(relu), int(rectified), torch.get_num_threads(), level,
     )  # fmt: skip
     if failed:
         raise MemoryError("the convolution's scratch memory could not be allocated")
 
 
-def _at(tensor: Tensor | None) -> int | None:
+def at(tensor: Tensor | None) -> int | None:
+    """Where a tensor lies, if there is one."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def _step(mask: Tensor | None) -> int:
+def step(mask: Tensor | None) -> int:
+    """From one image's row of a mask to the next; 0 where all share one."""
     return 0 if mask is None or mask.shape[0] == 1 else mask.shape[1]
 
 
@@ -105,7 +107,7 @@ class Gates:
         images, channels = x.shape[:2]
         masks = [torch.empty(images, size, dtype=torch.bool) for size in self.sizes]
         failed = self._decide(
-            x.data_ptr(), _at(arriving), _step(arriving), *self._pointers, images, channels,
+            x.data_ptr(), at(arriving), step(arriving), *self._pointers, images, channels,
             x.numel() // max(images * channels, 1), self._hidden, *self._numbers, threshold,
             self._rows(*(mask.data_ptr() for mask in masks)), torch.get_num_threads(),
         )  # fmt: skip

@@ -32,7 +32,7 @@ class Conv(nn.Module):
         self.dense = False
         """Whether everything is computed and then masked, because that is quicker."""
         self._shapes: dict[torch.Size, tuple[list[int], Any, int]] = {}
-        self._pointers = self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+        self._pointers = self.weight.data_ptr(), native.at(self.bias)
         self._call: Any = native.compiled()
 
     def __deepcopy__(self, memo: Any) -> Conv:
@@ -65,9 +65,9 @@ class Conv(nn.Module):
         y = residual if self.in_place else torch.empty(shape)
         assert y is not None
         failed = self._call.headgate_conv2d(
-            x.data_ptr(), *self._pointers, None if residual is None else residual.data_ptr(), y.data_ptr(),
-            None if in_mask is None else in_mask.data_ptr(), _step(in_mask),
-            None if out_mask is None else out_mask.data_ptr(), _step(out_mask),
+            x.data_ptr(), *self._pointers, native.at(residual), y.data_ptr(),
+            native.at(in_mask), native.step(in_mask),
+            native.at(out_mask), native.step(out_mask),
             numbers, self.relu, self.rectified, torch.get_num_threads(), -1,
         )  # fmt: skip
         if failed:
@@ -90,7 +90,3 @@ class Conv(nn.Module):
         assert residual is not None
         torch.ops.headgate.masked_conv2d_add_(*given, self.rectified)
         return residual
-
-
-def _step(mask: Tensor | None) -> int:
-    return 0 if mask is None or mask.shape[0] == 1 else mask.shape[1]
