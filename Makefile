@@ -17,7 +17,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 demo: $(VENV)/.stamp-demo
 	$(BIN)/headgate demo
 
-test: $(VENV)/.stamp-dev
+test: $(VENV)/.stamp-dev $(VENV)/.stamp-browser
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.stamp-dev
@@ -39,6 +39,15 @@ $(VENV)/.stamp-demo: pyproject.toml $(VENV)/.stamp-torch
 $(VENV)/.stamp-dev: pyproject.toml $(VENV)/.stamp-torch
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	touch $(VENV)/.stamp-demo $@
+
+# The report is tested in a real browser. Where none is installed and none can be, HEADGATE_BROWSER=none leaves these
+# tests out; HEADGATE_BROWSER=/path/to/chromium names one.
+$(VENV)/.stamp-browser: $(VENV)/.stamp-torch
+	@if [ -n "$$HEADGATE_BROWSER" ] || command -v chromium chromium-browser google-chrome > /dev/null; then :; \
+	elif command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	  apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium > /dev/null; \
+	else echo "The tests of the report need Chromium: install it, or set HEADGATE_BROWSER=none"; exit 1; fi
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

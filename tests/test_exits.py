@@ -127,6 +127,22 @@ def test_the_table_agrees_with_real_answers() -> None:
     assert [row.macs for row in table.rows] == sorted(row.macs for row in table.rows)
 
 
+def test_thresholds_can_be_tried_without_another_pass() -> None:
+    exits = cascade().eval()
+    images = torch.cat([images for images, _ in data()])
+    watched = exits.watch(data())
+    for tau, point in zip((0.2, 0.8), exits.sweep_tau(data(), (0.2, 0.8)), strict=True):
+        before, exits.taus = exits.taus, [tau] * 2
+        _, ways = one_by_one(exits, images)
+        table = exits.table(data())
+        exits.taus = before
+        assert exits.exit_of(watched, [tau] * 2).tolist() == ways
+        assert table == exits.table_of(watched, [tau] * 2)
+        assert (point.tau, point.accuracy, point.macs) == (tau, table.accuracy, table.macs)
+        assert float(exits.macs_of(watched, [tau] * 2).mean()) == pytest.approx(point.macs)
+    assert sum(exits.segment_macs()) == exits.dense_macs
+
+
 def test_training_draws_one_exit_an_image_and_teaches_the_gates() -> None:
     torch.manual_seed(0)
     exits = headgate.add_exits(dense_net(), randn(1, *SHAPE), ["block1", "block2"], initial_probability=0.3)

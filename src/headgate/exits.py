@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
-from headgate.gated import GatedModel, parse_target
+from headgate.gated import GatedModel, TauPoint, parse_target
 from headgate.gates.budget import Budget
 from headgate.gates.cost import over_processes
 from headgate.gates.dynamic import GateNetwork
@@ -76,6 +76,18 @@ class ExitTable:
     macs: float
     macs_fraction: float
     images: int
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Some images on their way through all exits: what every gate and every classifier says, wherever they leave."""
+
+    p_NK: Tensor
+    """P(leave) at each exit but the last."""
+    right_NK: Tensor
+    """Whether each exit's answer is right."""
+    segments_NK: Tensor
+    """What the way from exit to exit costs, as shares of the dense model's multiply-adds."""
 
 
 class _Everyone(Exception):
@@ -247,6 +259,10 @@ class ExitModel(nn.Module):
             columns.append(each_BI[:, places].sum(1) + fixed / self.dense_macs)
         return torch.stack(columns, 1)
 
+    def segment_macs(self) -> list[int]:
+        """Multiply-adds from exit to exit of the dense model, without the exits themselves."""
+        return [sum(segment.values()) for segment in self._segments]
+
     def shares_B(self, reach_BK: Tensor, leave_BK: Tensor, segments_BK: Tensor | None = None) -> Tensor:
         """Multiply-adds of each image as a share of the dense model's, for given ways through the cascade; segments
         cost what they did in the last pass, if nothing else is given."""
@@ -302,9 +318,8 @@ class ExitModel(nn.Module):
     # -------------------------------------------------------------------------------------------------- using
 
     @torch.no_grad()
-    def _seen(self, loader: Iterable[Any], batches: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Over a loader of (images, labels): every gate's p (N, K−1), whether every exit is right (N, K), and what the
-        segments cost (N, K)."""
+    def watch(self, loader: Iterable[Any], batches: int | None = None) -> Watched:
+        """A loader's (images, labels) on their way through all exits; nobody leaves."""
         device = next(self.parameters()).device
         training = self.training
         self.eval()
@@ -320,11 +335,18 @@ class ExitModel(nn.Module):
             self.train(training)
         if not wished:
             raise HeadgateError("the loader is empty: give at least one batch of (images, labels)")
-        return torch.cat(wished), torch.cat(right), torch.cat(costs)
+        return Watched(torch.cat(wished), torch.cat(right), torch.cat(costs))
 
-    def _cost_N(self, p_NK: Tensor, taus: Sequence[float], segments_NK: Tensor) -> Tensor:
-        """Multiply-adds of each image under these thresholds."""
-        return self.shares_B(*_ways((p_NK > torch.tensor(taus)).double()), segments_NK) * self.dense_macs
+    def exit_of(self, watched: Watched, taus: Sequence[float] | None = None) -> Tensor:
+        """The number of the exit that each image takes, under these thresholds or the model's own."""
+        return self._ways_of(watched, taus)[1].argmax(1)
+
+    def macs_of(self, watched: Watched, taus: Sequence[float] | None = None) -> Tensor:
+        """Multiply-adds of each image, under these thresholds or the model's own."""
+        return self.shares_B(*self._ways_of(watched, taus), watched.segments_NK) * self.dense_macs
+
+    def _ways_of(self, watched: Watched, taus: Sequence[float] | None) -> tuple[Tensor, Tensor]:
+        return _ways((watched.p_NK > torch.tensor(self.taus if taus is None else taus)).double())
 
     def calibrate(
         self, loader: Iterable[Any], batches: int | None = 200, target: float | str | None = None
@@ -334,13 +356,13 @@ class ExitModel(nn.Module):
         `target` is the model's own if not given: one trained cascade serves many budgets.
         """
         share = self.target if target is None else parse_target(target, self.dense_macs)
-        p, _, segments = self._seen(loader, batches)
+        watched = self.watch(loader, batches)
 
         def macs_at(tau: float) -> float:
-            return float(self._cost_N(p, [tau] * len(self.gates), segments).mean())
+            return float(self.macs_of(watched, [tau] * len(self.gates)).mean())
 
         goal = share * self.dense_macs
-        choices = torch.unique(torch.cat([p.flatten(), torch.tensor([0.0, 1.0])])).tolist()
+        choices = torch.unique(torch.cat([watched.p_NK.flatten(), torch.tensor([0.0, 1.0])])).tolist()
         if macs_at(choices[-1]) <= goal:
             found = choices[-1]  # nobody has to leave
         else:
@@ -360,8 +382,12 @@ class ExitModel(nn.Module):
 
     def table(self, loader: Iterable[Any], batches: int | None = None) -> ExitTable:
         """Who leaves where, and how right they are; of the cascade and of the last exit alone."""
-        p, right, segments = self._seen(loader, batches)
-        _, leave = _ways((p > torch.tensor(self.taus)).double())
+        return self.table_of(self.watch(loader, batches))
+
+    def table_of(self, watched: Watched, taus: Sequence[float] | None = None) -> ExitTable:
+        """The same of images that were watched, under these thresholds or the model's own."""
+        right, segments = watched.right_NK, watched.segments_NK
+        _, leave = self._ways_of(watched, taus)
         rows = []
         for number, name in enumerate(self.names):
             here = leave[:, number] > 0.5
@@ -377,10 +403,19 @@ class ExitModel(nn.Module):
                 )
             )  # fmt: skip
         cascade = float((right.double() * leave).sum(1).mean())
-        macs = float(self._cost_N(p, self.taus, segments).mean())
+        macs = float(self.macs_of(watched, taus).mean())
         return ExitTable(
-            tuple(rows), cascade, float(right[:, -1].double().mean()), macs, macs / self.dense_macs, len(p)
+            tuple(rows), cascade, float(right[:, -1].double().mean()), macs, macs / self.dense_macs, len(right)
         )
+
+    def sweep_tau(self, loader: Iterable[Any], taus: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> list[TauPoint]:
+        """Accuracy and MACs over tau, the same at all exits, for a loader of (images, labels)."""
+        watched = self.watch(loader)
+        tables = [self.table_of(watched, [tau] * len(self.gates)) for tau in taus]
+        return [
+            TauPoint(tau, table.macs, table.macs_fraction, table.accuracy)
+            for tau, table in zip(taus, tables, strict=True)
+        ]
 
     # -------------------------------------------------------------------------------------------------- state
 

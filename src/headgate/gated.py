@@ -28,6 +28,7 @@ from headgate.gates.dynamic import DynamicGates
 from headgate.gates.gumbel import Backward, Relaxation, logistic_noise
 from headgate.gates.gumbel import draw as draw_gates
 from headgate.gates.prime import marginal_macs, primed_logits
+from headgate.gates.seen import Seen, seen
 from headgate.gates.static import StaticGates
 from headgate.graph.analyse import Settings, StreamForm, analyse, check_model, check_module_names
 from headgate.graph.grouping import ChannelGraph, Granularity, Reader
@@ -332,14 +333,20 @@ class GatedModel(nn.Module):
 
     def polarised(self) -> float:
         """Share of gates with p below 0.05 or above 0.95 (for gates that depend on the input: of the last batch)."""
-        if self.dynamic is None:
-            p = self._probabilities()
-        else:
-            seen = [] if self._last is None else [part for part in self._last.probabilities if part is not None]
-            if not seen:
-                raise NotDecided(_NO_PASS.format("polarised()"))
-            p = np.concatenate([part.double().cpu().numpy().reshape(-1) for part in seen])
+        p = self._every_probability("polarised()")
         return float(((p < POLARISED) | (p > 1 - POLARISED)).mean())
+
+    def histogram(self, bins: int = 20) -> list[int]:
+        """How many gates have a p in each of `bins` equal parts of 0…1 (those that depend on the input: of how many
+        images of the last batch)."""
+        counts, _ = np.histogram(self._every_probability("histogram()"), bins, (0.0, 1.0))
+        return [int(count) for count in counts]
+
+    def seen(self) -> Seen:
+        """The forward pass just done: which gates were open for which image, and what each layer cost."""
+        if self._last is None:
+            raise NotDecided("seen() is about the forward pass just done, and there was none: call the model first")
+        return seen(self._last, self.cost)
 
     # -------------------------------------------------------------------------------------------------- gates
 
@@ -377,6 +384,15 @@ class GatedModel(nn.Module):
                 "Go back to a checkpoint, lower the learning rate"
             )
         return p
+
+    def _every_probability(self, asked: str) -> np.ndarray:
+        """P(open) of every gate, of those that depend on the input for every image of the last batch."""
+        if self.dynamic is None:
+            return self._probabilities()
+        parts = [] if self._last is None else [part for part in self._last.probabilities if part is not None]
+        if not parts:
+            raise NotDecided(_NO_PASS.format(asked))
+        return np.concatenate([part.double().cpu().numpy().reshape(-1) for part in parts])
 
     def _by_mask(self, flat: Tensor) -> dict[str, Tensor]:
         return {mask.name: flat[mask.gates] for mask in self.graph.masks}

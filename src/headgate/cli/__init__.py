@@ -14,6 +14,7 @@ import typer
 from headgate import __version__
 from headgate.cli.common import friendly_errors
 from headgate.cli.inspect import inspect
+from headgate.cli.report import report
 from headgate.cli.runs import bench, evaluate, shrink
 from headgate.cli.train import data, recipes, train
 
@@ -53,5 +54,5 @@ def demo(
         run(out, seed=seed, quick=quick)
 
 
-for command in (inspect, train, recipes, evaluate, shrink, bench, data):
+for command in (inspect, train, recipes, evaluate, shrink, bench, report, data):
     app.command()(command)

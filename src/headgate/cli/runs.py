@@ -26,9 +26,7 @@ def evaluate(
     runs: Annotated[int, typer.Option(help="For ensembles: sampled runs.")] = 5,
     combine: Annotated[str, typer.Option(help="For ensembles: mean or vote.")] = "mean",
     seed: Annotated[int, typer.Option(help="For sampled strategies.")] = 0,
-    sweep: Annotated[
-        bool, typer.Option("--sweep-tau", help="A table over tau; with milliseconds, where gates depend on the image.")
-    ] = False,
+    sweep: Annotated[bool, typer.Option("--sweep-tau", help="A table over tau: accuracy, MACs, milliseconds.")] = False,
     data_dir: Annotated[str | None, typer.Option(help="Where the data is, if not where it was.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -86,6 +84,7 @@ def bench(
     batch: Annotated[list[int] | None, typer.Option(help="Batch sizes (default: 1 and 32).")] = None,
     threads: Annotated[int, typer.Option(help="Threads; 0: as many as torch takes.")] = 0,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 20,
+    data_dir: Annotated[str | None, typer.Option(help="Where the data is, if not where it was.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Milliseconds of the dense and the smaller network, in PyTorch and (if installed) ONNX Runtime."""
@@ -94,7 +93,7 @@ def bench(
     with friendly_errors():
         if rounds < 1 or any(size < 1 for size in batch or ()):
             raise HeadgateError("bench needs at least one round and batches of at least one image")
-        rows = ask.bench(run, tuple(batch or (1, 32)), threads, rounds)
+        rows = ask.bench(run, tuple(batch or (1, 32)), threads, rounds, data_dir)
     if as_json:
         print_json(rows)
         return

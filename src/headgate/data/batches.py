@@ -68,6 +68,12 @@ class DataSet:
     test: Split
     classes: int
     shape: tuple[int, int, int]
+    class_names: tuple[str, ...] = ()
+    """In the order of their labels; numbers where nothing else is known."""
+
+    def __post_init__(self) -> None:
+        if not self.class_names:
+            object.__setattr__(self, "class_names", tuple(str(number) for number in range(self.classes)))
 
 
 # The order of an epoch.

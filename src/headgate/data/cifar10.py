@@ -30,7 +30,8 @@ __all__ = ["obtain_cifar10", "read_cifar10"]
 
 FOLDER = "cifar-10-batches-bin"
 ROOT_VARIABLE = "HEADGATE_DATA"
-CLASSES = 10
+CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CLASSES = len(CLASS_NAMES)
 SHAPE = (3, 32, 32)
 PIXELS = 32 * 32
 RECORD_BYTES = 1 + 3 * PIXELS

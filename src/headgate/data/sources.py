@@ -103,7 +103,7 @@ def _open_cifar10(name: str, wishes: _Wishes) -> DataSet:
         return InMemory(pixels_NCHW, labels_N, cifar10.CLASSES, normalization, augmentation)
 
     train = split("train", CropAndFlip() if wishes.augment else None)
-    return _divided(name, train, lambda: split("test", None), wishes.validation)
+    return _divided(name, train, lambda: split("test", None), wishes.validation, cifar10.CLASS_NAMES)
 
 
 def _open_folder(name: str, wishes: _Wishes) -> DataSet:
@@ -121,6 +121,7 @@ def _open_folder(name: str, wishes: _Wishes) -> DataSet:
         split(train, wishes.augment),
         lambda: split(list_images(path / "val", train.class_names), False),
         wishes.validation,
+        train.class_names,
     )
 
 
@@ -141,10 +142,12 @@ class _Divisible(Split, Protocol):
     def subset(self, rows: Rows, *, augmented: bool) -> Split: ...
 
 
-def _divided(name: str, train: _Divisible, open_test: Callable[[], Split], validation: int) -> DataSet:
+def _divided(
+    name: str, train: _Divisible, open_test: Callable[[], Split], validation: int, class_names: tuple[str, ...] = ()
+) -> DataSet:  # fmt: skip
     """Training and test images; or, with `validation`, two parts of the training images, and no test images opened."""
     if validation == 0:
-        return DataSet(name, train, open_test(), train.classes, train.shape)
+        return DataSet(name, train, open_test(), train.classes, train.shape, class_names)
     kept, held = hold_out(train.labels_N, validation)
     kept_train, held_test = train.subset(kept, augmented=True), train.subset(held, augmented=False)
-    return DataSet(name, kept_train, held_test, train.classes, train.shape)
+    return DataSet(name, kept_train, held_test, train.classes, train.shape, class_names)

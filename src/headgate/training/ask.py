@@ -7,9 +7,7 @@ is told to write there.
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +27,7 @@ from headgate.analysis.measure import (
 )  # fmt: skip
 from headgate.data.batches import Split
 from headgate.data.sources import DataSet
-from headgate.errors import FileError, HeadgateError
+from headgate.errors import FileError, HeadgateError, NotDecided
 from headgate.exits import ExitModel
 from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
@@ -41,11 +39,13 @@ from headgate.training.run import NETWORKS, RESULT, measured, recipe_in
 from headgate.training.team import Team
 
 TIMED_IMAGES = 60
+SWEEP_ROUNDS = 5
 TITLES = {"decided": "decided, not tuned"}
 TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
-def _open(folder: Path, data_dir: str | None = None) -> tuple[Start, DataSet]:
+def open_run(folder: Path, data_dir: str | None = None) -> tuple[Start, DataSet]:
+    """Where a run started from, and its data."""
     recipe = recipe_in(folder)
     if data_dir is not None:
         recipe = replace(recipe, data_dir=data_dir)
@@ -83,6 +83,15 @@ def _gated(folder: Path, start: Start, name: str | None = None) -> GatedModel:
     return gated.eval()
 
 
+def movable(folder: Path, start: Start, name: str | None = None) -> GatedModel | ExitModel:
+    """The network whose tau can be moved: with gates on channels, or with exits."""
+    if start.recipe.exits and name in (None, "cascade"):
+        exits = network(folder, "cascade", start).eval()
+        assert isinstance(exits, ExitModel)
+        return exits
+    return _gated(folder, start, name)
+
+
 def evaluate(
     folder: Path,
     strategy: str | None = None,
@@ -96,16 +105,17 @@ def evaluate(
 
     `of` names another gated network than the last: "trained" is the one before calibration.
     """
-    start, data = _open(folder, data_dir)
+    start, data = open_run(folder, data_dir)
     team = Team()
     dense_macs = count_macs(start.architecture(), start.example)
     rows: list[tuple[str, float, float]]
     milliseconds: dict[str, float] = {}
     if sweep:
-        gated = _gated(folder, start, of).to(team.device)
-        points = gated.sweep_tau(_TestImages(data.test), TAUS)
+        moved = movable(folder, start, of)
+        points = moved.to(team.device).sweep_tau(Images(data.test), TAUS)
         rows = [(f"tau {point.tau:g}", point.accuracy, point.macs) for point in points]
-        milliseconds = _milliseconds(gated, data) if gated.dynamic is not None else {}
+        timings = sweep_milliseconds(moved.cpu(), data.test)
+        milliseconds = {f"tau {tau:g}": timing.median_ms for tau, timing in timings.items()}
     elif strategy is not None:
         gated = _gated(folder, start, of).to(team.device)
         gated.strategy(strategy, **_with_generator(options or {}, team.device))
@@ -133,20 +143,45 @@ def evaluate(
     ]
 
 
-def _milliseconds(gated: GatedModel, data: DataSet) -> dict[str, float]:
-    """What one image takes at each tau, one at a time: the median over some of them."""
-    fast = gated.cpu().compact(fold=False)
-    images = next(iter(data.test.eval_batches(TIMED_IMAGES)))[0]
-    found = {}
-    for tau in TAUS:
-        fast.tau = tau
-        times = []
-        for image in images.split(1):
-            before = time.perf_counter()
-            fast(image)
-            times.append((time.perf_counter() - before) * 1000)
-        found[f"tau {tau:g}"] = statistics.median(times)
-    return found
+def sweep_milliseconds(
+    net: GatedModel | ExitModel, split: Split, taus: Sequence[float] = TAUS, rounds: int = SWEEP_ROUNDS
+) -> dict[float, Timing]:
+    """What an image takes at each tau, one at a time: the mean over some images, interleaved over taus."""
+    images = next(iter(split.eval_batches(TIMED_IMAGES)))[0].split(1)
+    timings = time_interleaved(_at_taus(net, images, taus), rounds)
+    return {tau: timing_of([ms / len(images) for ms in timings[f"{tau:g}"].samples_ms]) for tau in taus}
+
+
+def _at_taus(
+    net: GatedModel | ExitModel, images: Sequence[Tensor], taus: Sequence[float]
+) -> dict[str, Callable[[], None]]:
+    """For each tau a pass over images, one by one, with the network that it makes."""
+    if isinstance(net, GatedModel) and net.dynamic is None:
+        return {f"{tau:g}": _over(_small_at(net, tau), images) for tau in taus}
+    fast = net.compact(fold=False) if isinstance(net, GatedModel) else net
+    run = _over(fast, images)
+
+    def at(tau: float) -> Callable[[], None]:
+        def call() -> None:
+            if isinstance(fast, ExitModel):
+                fast.taus = [tau] * len(fast.gates)
+            else:
+                fast.tau = tau
+            run()
+
+        return call
+
+    return {f"{tau:g}": at(tau) for tau in taus}
+
+
+def _small_at(gated: GatedModel, tau: float) -> nn.Module:
+    """The shrunk network that a threshold makes; the dense one where it closes nothing."""
+    try:
+        return gated.strategy("threshold", tau=tau).shrink()
+    except NotDecided:
+        return gated.strategy("always_on").shrink()
+    finally:
+        gated.strategy("calibrated")
 
 
 def _with_generator(options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -157,7 +192,7 @@ def _with_generator(options: Mapping[str, Any], device: torch.device) -> dict[st
 
 
 @dataclass(frozen=True)
-class _TestImages:
+class Images:
     """A split's images and labels, as often as they are asked for."""
 
     split: Split
@@ -224,7 +259,9 @@ def _count(net: nn.Module) -> int:
     return sum(parameter.numel() for parameter in net.parameters())
 
 
-def bench(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> list[dict[str, Any]]:
+def bench(
+    folder: Path, batches: tuple[int, ...], threads: int, rounds: int, data_dir: str | None = None
+) -> list[dict[str, Any]]:  # fmt: skip
     """Milliseconds of the dense and the smaller network, interleaved, in PyTorch and ONNX Runtime where installed.
 
     A conditional network is compared in PyTorch, on images of its data: noise would open other channels.
@@ -232,7 +269,7 @@ def bench(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> 
     threads = threads or torch.get_num_threads()
     recipe = recipe_in(folder)
     if recipe.exits or recipe.kind == "dynamic":
-        return _bench_conditional(folder, batches, threads, rounds)
+        return _bench_conditional(folder, batches, threads, rounds, data_dir)
     start = _start(folder)
     nets = {"dense": network(folder, "dense", start).eval(), "small": network(folder, "shrunk", start).eval()}
     macs_ratio = count_macs(nets["dense"], start.example) / count_macs(nets["small"], start.example)
@@ -250,8 +287,10 @@ def bench(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> 
     return rows
 
 
-def _bench_conditional(folder: Path, batches: tuple[int, ...], threads: int, rounds: int) -> list[dict[str, Any]]:
-    start, data = _open(folder)
+def _bench_conditional(
+    folder: Path, batches: tuple[int, ...], threads: int, rounds: int, data_dir: str | None
+) -> list[dict[str, Any]]:  # fmt: skip
+    start, data = open_run(folder, data_dir)
     dense = network(folder, "dense", start).eval()
     small = network(folder, "cascade", start).eval() if start.recipe.exits else _gated(folder, start)
     assert isinstance(small, (GatedModel, ExitModel))

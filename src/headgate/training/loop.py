@@ -166,6 +166,8 @@ def run_phase(phase: Phase, around: Surroundings) -> None:
         means = phase.totals.means(team)
         phase.totals = Totals()
         journal.epoch(means | _gate_values(gated, 0) | {"lr": lr} | around.every_epoch(phase))
+        if isinstance(gated, GatedModel) and not gated.settled:
+            journal.note("gates", {"histogram": gated.histogram()})
         # only now, with the epoch logged: a run that stops here goes on with the next
         _obey(phase, around, loss, last_of_phase=phase.step == epochs * steps)
     team.release()

@@ -1,0 +1,290 @@
+"""The report: one page that holds everything about some runs, and opens from disk without a network.
+
+Takes studies (plain data) and gives HTML: figures as SVG whose colours follow the reader's theme, tables that sort, a
+slider that moves tau in all runs together, and the record behind every figure. Knows nothing of torch or of how
+studies are made; style and script are the files beside this one.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from headgate.analysis.plots import Picture, Study, pictures_of, svg, trade_off
+from headgate.analysis.published import Published, published_for
+
+PLACES = {
+    "training": "Training", "polarisation": "How sure the gates are", "layers": "Where the MACs went",
+    "latency": "Milliseconds", "exits": "Early exit", "exits_by_class": "Early exit, class by class",
+    "classes": "What the gates tell of the class", "image_macs": "From image to image",
+}  # fmt: skip
+"""Sections, in their order, by the name of their figure."""
+KINDS = {"static": "pruned", "dynamic": "conditional", "exits": "early exit"}
+LAST = ("cascade", "conditional", "shrunk")
+
+
+def pictures(studies: Sequence[Study]) -> dict[str, list[Picture]]:
+    """All figures of a report: those of each run by the run's name, and what compares them under an empty one."""
+    together = trade_off(studies, published_of(studies))
+    drawn = {study["name"]: pictures_of(study) for study in studies}
+    return {**drawn, "": [] if together is None else [together]}
+
+
+def published_of(studies: Sequence[Study]) -> tuple[Published, ...]:
+    """Published results of the networks that the runs are about."""
+    asked = dict.fromkeys((study["model"], study["data"]) for study in studies)
+    return tuple(each for model, data in asked for each in published_for(model, data))
+
+
+def page(studies: Sequence[Study], title: str = "headgate report") -> str:
+    """The whole page."""
+    drawn = pictures(studies)
+    sections = [_summary(studies), _trade_off(studies, drawn[""])]
+    for name, heading in PLACES.items():
+        cards = [
+            _figure(picture, study["name"], (number,)) + _beside(name, study)
+            for number, study in enumerate(studies)
+            for picture in drawn[study["name"]]
+            if picture.name == name
+        ]
+        if cards:
+            sections.append(_section(heading, "".join(f'<div class="card">{card}</div>' for card in cards), grid=True))
+    sections += [_examples(studies), _provenance(studies)]
+    data = json.dumps([_kept(study) for study in studies], allow_nan=False).replace("<", "\\u003c")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(title)}</title>\n<style>\n{_file('report.css')}</style>\n</head>\n<body>\n"
+        f"<h1>{_text(title)}</h1>\n" + "\n".join(part for part in sections if part) + "\n"
+        f'<script type="application/json" id="studies">{data}</script>\n'
+        f"<script>\n{_file('report.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def provenance(study: Study) -> dict[str, Any]:
+    """What every record says of how it came about."""
+    result = study.get("result") or {}
+    known = ("versions", "cpu", "threads", "processes", "measured_on", "images", "seconds")
+    return {"command": command(study), **{name: result[name] for name in known if name in result}}
+
+
+def command(study: Study) -> str:
+    """A command line that repeats the run."""
+    words = ["headgate", "train"]
+    for name, value in study["recipe"].items():
+        if name == "name":
+            continue
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else "--no-" + flag[2:])
+        else:
+            words += [flag, ",".join(value) if isinstance(value, (list, tuple)) else str(value)]
+    return " ".join(words)
+
+
+# ------------------------------------------------------------------------------------------------------ sections
+
+
+def _summary(studies: Sequence[Study]) -> str:
+    columns = ("run", "kind", "network", "dense", "after", "MACs left", "parameters", "speed-up", "training")
+    rows = []
+    for study in studies:
+        result = study.get("result")
+        cells = [_cell(study["name"]), _cell(KINDS[study["kind"]]), _cell(study["model"])]
+        if result is None:
+            rows.append([*cells, _cell("not finished"), *[_cell("")] * 5])
+            continue
+        last = _last(result)
+        cells += [_share(result["accuracy"]["dense"], 2), _share(result["accuracy"][last], 2)]
+        cells += [_share(result["macs_fraction"][last], 1), _cell(f"{result['parameters'][last]:,}")]
+        speed = max((row["speed_up"] for row in study.get("latency", ())), default=None)
+        cells += [_cell("" if speed is None else f"{speed:.2f}×", speed)]
+        seconds = sum(result["seconds"].values())
+        cells += [_cell(f"{seconds / 60:.1f} min", seconds)]
+        rows.append(cells)
+    told = {
+        f"{study['result']['images']:,} {study['result']['measured_on']} images"
+        for study in studies
+        if study.get("result")
+    }
+    note = f'<p class="quiet">Accuracy on {_text(" or ".join(sorted(told)))}, after the last epoch.</p>' if told else ""
+    return _section("Runs", note + _table(columns, rows))
+
+
+def _trade_off(studies: Sequence[Study], drawn: Sequence[Picture]) -> str:
+    if not drawn:
+        return ""
+    numbers = tuple(number for number, study in enumerate(studies) if study.get("result"))
+    rows = [
+        f'<tr id="moved-{number}"><td>{_text(studies[number]["name"])}</td>'
+        + "".join(f'<td data-what="{what}"></td>' for what in ("accuracy", "macs", "milliseconds"))
+        + "</tr>"
+        for number in numbers
+    ]
+    most = len(studies[numbers[0]]["sweep"]) - 1
+    moved = (
+        "<h3>Move tau</h3>"
+        '<div class="slider"><label for="slider">tau</label>'
+        f'<input type="range" id="slider" min="0" max="{most}" value="{most // 2}" step="1" aria-describedby="tau">'
+        '<output id="tau" for="slider"></output></div>'
+        '<div class="scroll"><table><thead><tr><th>run</th><th>accuracy</th><th>MACs left</th><th>ms</th>'
+        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<p class="quiet">On {min(studies[number]["images"] for number in numbers):,} images; milliseconds an image, '
+        "one at a time. A gate is open where p is above tau; at an exit, images leave where it is. Pruned runs are "
+        "shown before tuning.</p>"
+    )
+    published = published_of(studies)
+    key = ""
+    if published:
+        items = "".join(
+            f"<li>{_text(each.who)}: {each.accuracy:.2f} % at {each.macs_fraction:.0%} of the MACs"
+            + (f", from {each.dense_accuracy:.2f} %" if each.dense_accuracy is not None else "")
+            + (", conditional" if each.conditional else "")
+            + "</li>"
+            for each in published
+        )
+        key = f"<h3>Published by others</h3><ol>{items}</ol>"
+    figure = _figure(drawn[0], None, numbers)
+    cards = f'<div class="card">{figure}</div><div class="card">{moved}{key}</div>'
+    return _section("Accuracy, MACs, milliseconds", f'<div class="grid two">{cards}</div>')
+
+
+def _beside(name: str, study: Study) -> str:
+    """Words and tables that belong to a figure."""
+    if name == "classes":
+        return _words(study["classes"])
+    if name == "exits":
+        return _exit_table(study["exits"])
+    if name == "layers":
+        rows = [
+            [
+                _cell(row["name"]), *(_cell(f"{row[when]:,.0f}", row[when]) for when in ("dense", "after")),
+                _share(row["after"] / row["dense"], 1) if row["dense"] else _cell(""),
+            ]
+            for row in study["layers"]
+        ]  # fmt: skip
+        return f"<details><summary>table</summary>{_table(('layer', 'before', 'after', 'left'), rows)}</details>"
+    return ""
+
+
+def _words(found: Mapping[str, Any]) -> str:
+    numbers = found["numbers"]
+    sentence = (
+        f"{numbers['deciding_gates']} of {numbers['gates']} gates are open for some images and closed for others. "
+        f"{numbers['specialised_gates']} of them tell more of the class than chance: on average a deciding gate tells "
+        f"{numbers['mean_bits']:.4f} bits (with shuffled labels {numbers['mean_bits_shuffled']:.4f}), the most telling "
+        f"{numbers['most_bits']:.3f} (shuffled {numbers['most_bits_shuffled']:.4f}), of {numbers['bits_of_class']:.2f} "
+        f"that a class has. {numbers['images']:,} images."
+    )
+    items = "".join(f"<li>{_text(line)}</li>" for line in found["words"])
+    return f"<p>{_text(sentence)}</p>" + (f"<ul>{items}</ul>" if items else "")
+
+
+def _exit_table(found: Mapping[str, Any]) -> str:
+    rows = [
+        [_cell(row["name"]), _share(row["share"], 1), _share(row["accuracy_of_all"], 2),
+         _cell("") if row["accuracy_of_selected"] is None else _share(row["accuracy_of_selected"], 2)]
+        for row in found["rows"]
+    ]  # fmt: skip
+    sentence = (
+        f"Together {100 * found['accuracy']:.2f} % at {100 * found['macs_fraction']:.1f} % of the MACs; "
+        f"the last exit alone {100 * found['accuracy_of_last']:.2f} %. {found['images']:,} images."
+    )
+    return _table(("exit", "leave here", "right, of all", "right, of these"), rows) + f"<p>{_text(sentence)}</p>"
+
+
+def _examples(studies: Sequence[Study]) -> str:
+    cards = []
+    for study in studies:
+        names, dense = study.get("class_names", ()), (study.get("result") or {}).get("macs", {}).get("dense", 0)
+        for what, rows in study.get("examples", {}).items():
+            shown = "".join(_example(row, names, dense) for row in rows)
+            heading = f"{study['name']}: images that {what if what.split()[0] in ('leave', 'stay') else 'use ' + what}"
+            cards.append(f'<div class="card"><h3>{_text(heading)}</h3><div class="examples">{shown}</div></div>')
+    return _section("Images", "".join(cards), grid=True) if cards else ""
+
+
+def _example(row: Mapping[str, Any], names: Sequence[str], dense_macs: float) -> str:
+    label = names[row["label"]]
+    if row["answer"] is None:
+        told = f"{label}, wrong"
+    else:
+        told = label if row["answer"] == row["label"] else f"{label}, taken for {names[row['answer']]}"
+    where = f", {row['exit']}" if "exit" in row else ""
+    caption = f"{told}: {100 * row['macs'] / dense_macs:.0f} %{where}"
+    return (
+        f'<figure><img src="{row["picture"]}" alt="{_text(label)}"><figcaption>{_text(caption)}</figcaption></figure>'
+    )
+
+
+def _provenance(studies: Sequence[Study]) -> str:
+    cards = []
+    for number, study in enumerate(studies):
+        told = provenance(study)
+        lines = [f"<pre>{_text(told['command'])}</pre>"]
+        if "versions" in told:
+            versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
+            where = f"{told['cpu']}; threads: {told['threads']}; processes: {told['processes']}; {versions}"
+            lines.append(f'<p class="quiet">{_text(where)}</p>')
+        cards.append(
+            f'<div class="card"><h3>{_text(study["name"])}</h3>{"".join(lines)}'
+            f"{_record((number,), ('recipe', 'result'))}</div>"
+        )
+    return _section("How to repeat it", "".join(cards), grid=True)
+
+
+# --------------------------------------------------------------------------------------------------------- parts
+
+
+def _figure(picture: Picture, run: str | None, numbers: tuple[int, ...]) -> str:
+    prefix = picture.name if run is None else f"{picture.name}-{numbers[0]}"
+    heading = "" if run is None else f"<h3>{_text(run)}</h3>"
+    caption = f'<p class="quiet">{_text(picture.caption)}</p>'
+    return heading + svg(picture, prefix) + caption + _record(numbers, picture.shows)
+
+
+def _record(numbers: Sequence[int], shows: Sequence[str]) -> str:
+    runs = " ".join(str(number) for number in numbers)
+    return f'<details data-runs="{runs}" data-shows="{" ".join(shows)}"><summary>record</summary><pre></pre></details>'
+
+
+def _section(heading: str, content: str, grid: bool = False) -> str:
+    inside = f'<div class="grid">{content}</div>' if grid else content
+    return f"<section><h2>{_text(heading)}</h2>{inside}</section>"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col"><button type="button">{_text(column)}</button></th>' for column in columns)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str, value: float | None = None) -> str:
+    data = "" if value is None else f' data-value="{value:g}"'
+    return f"<td{data}>{_text(text)}</td>"
+
+
+def _share(value: float, digits: int) -> str:
+    return f'<td data-value="{value:.6g}">{100 * value:.{digits}f}&nbsp;%</td>'
+
+
+def _last(result: Mapping[str, Any]) -> str:
+    return next(name for name in LAST if name in result["accuracy"])
+
+
+def _kept(study: Study) -> dict[str, Any]:
+    """What the page's script and records need; pictures are in the page already."""
+    return {
+        name: value for name, value in study.items() if name not in ("state", "examples", "format")
+    } | {"provenance": provenance(study)}  # fmt: skip
+
+
+def _text(value: str) -> str:
+    return html.escape(str(value), quote=True)
+
+
+def _file(name: str) -> str:
+    return (resources.files("headgate.analysis") / name).read_text(encoding="utf-8")

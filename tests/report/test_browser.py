@@ -1,0 +1,150 @@
+"""The page in a real browser. `make test` sees to one; HEADGATE_BROWSER=none leaves these tests out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+CHOSEN = os.environ.get("HEADGATE_BROWSER")
+pytestmark = [
+    pytest.mark.xdist_group("report"),
+    pytest.mark.skipif(CHOSEN == "none", reason="HEADGATE_BROWSER=none"),
+]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+SIZES = {"desk": (1280, 900), "phone": (390, 844)}
+
+OVERLAPS = """() => [...document.querySelectorAll('svg')].flatMap(svg => {
+  const texts = [...svg.querySelectorAll('text')].map(text => [text.textContent, text.getBoundingClientRect()]);
+  return texts.flatMap(([name, a], i) => texts.slice(i + 1).filter(([_, b]) =>
+    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1
+  ).map(([other]) => svg.getAttribute('aria-label').slice(0, 40) + ': ' + name + ' / ' + other));
+})"""
+OUTSIDE = """() => [...document.querySelectorAll('svg')].flatMap(svg => {
+  const box = svg.getBoundingClientRect();
+  return [...svg.querySelectorAll('text')].filter(text => {
+    const own = text.getBoundingClientRect();
+    return own.left < box.left - 3 || own.right > box.right + 3 || own.top < box.top - 3 || own.bottom > box.bottom + 3;
+  }).map(text => svg.getAttribute('aria-label').slice(0, 40) + ': ' + text.textContent);
+})"""
+CONTRAST = """() => {
+  const light = color => {
+    const [r, g, b] = color.match(/[0-9.]+/g).slice(0, 3).map(v => v / 255)
+      .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = element => {
+    while (element && ['rgba(0, 0, 0, 0)', 'transparent'].includes(getComputedStyle(element).backgroundColor))
+      element = element.parentElement;
+    return light(getComputedStyle(element ?? document.body).backgroundColor);
+  };
+  const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  const words = [...document.querySelectorAll('p, h1, h2, h3, td, th button, summary, figcaption, li')]
+    .filter(element => element.textContent.trim())
+    .map(element => ratio(light(getComputedStyle(element).color), behind(element)));
+  const drawn = [...document.querySelectorAll('svg text')]
+    .map(text => ratio(light(getComputedStyle(text).fill), behind(text.closest('.card'))));
+  return [Math.min(...words), Math.min(...drawn)];
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = CHOSEN or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    assert found, "no browser: install Chromium, or set HEADGATE_BROWSER to one (or to none, to leave these tests out)"
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+def opened(browser: Browser, file: Path, size: str = "desk", scheme: Any = "light") -> tuple[Page, list[str]]:
+    width, height = SIZES[size]
+    view = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, offline=True)
+    page = view.new_page()
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on(
+        "request", lambda request: said.append(request.url) if not request.url.startswith(("file:", "data:")) else None
+    )
+    page.goto(file.as_uri())
+    return page, said
+
+
+def moved(page: Page, number: int) -> list[float]:
+    cells = page.locator(f"#moved-{number} td[data-what]").all_text_contents()
+    return [float(cell.removesuffix(" %")) for cell in cells]
+
+
+def test_the_slider_moves_accuracy_macs_and_milliseconds_of_all_runs(
+    browser: Browser, report_file: Path, studies: dict[str, dict[str, Any]]
+) -> None:
+    page, said = opened(browser, report_file)
+    for place in (0, 5, 10):
+        page.locator("#slider").fill(str(place))
+        for number, found in enumerate(studies.values()):
+            point = found["sweep"][place]
+            shown = [100 * point["accuracy"], 100 * point["macs_fraction"], point["milliseconds"]["median_ms"]]
+            assert moved(page, number) == pytest.approx(shown, abs=0.051)
+        assert page.locator("#tau").text_content() == f"tau {point['tau']:.2f}"
+        assert page.locator("svg .now").count() == len(studies)
+    assert said == []
+
+
+def test_the_slider_can_be_moved_from_the_keyboard(browser: Browser, report_file: Path) -> None:
+    page, _ = opened(browser, report_file)
+    before = moved(page, 1)
+    page.locator("#slider").focus()
+    page.keyboard.press("End")
+    assert moved(page, 1) != before
+
+
+def test_tables_sort_by_number_and_by_name_and_back(browser: Browser, report_file: Path) -> None:
+    page, said = opened(browser, report_file)
+    table = page.locator("table").first
+    heads = table.locator("th button")
+    column = heads.all_text_contents().index("MACs left")
+    heads.nth(column).click()
+    falling = [float(text[:-2]) for text in table.locator(f"tbody td:nth-child({column + 1})").all_text_contents()]
+    heads.nth(column).click()
+    rising = [float(text[:-2]) for text in table.locator(f"tbody td:nth-child({column + 1})").all_text_contents()]
+    assert falling == sorted(falling, reverse=True) and rising == sorted(falling) and len(set(falling)) > 1
+    heads.nth(0).click()
+    names = table.locator("tbody td:first-child").all_text_contents()
+    assert names == sorted(names, reverse=True) and said == []
+
+
+def test_every_figure_opens_its_record(browser: Browser, report_file: Path) -> None:
+    page, said = opened(browser, report_file)
+    records = page.locator("details[data-shows]")
+    assert records.count() >= page.locator("svg").count()
+    for number in range(records.count()):
+        records.nth(number).locator("summary").click()
+        text = records.nth(number).locator("pre").text_content() or ""
+        assert '"command": "headgate train' in text and "undefined" not in text and '"versions"' in text
+    assert said == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_logged_cut_off_or_hard_to_read(
+    browser: Browser, report_file: Path, size: str, scheme: str, tmp_path: Path
+) -> None:
+    page, said = opened(browser, report_file, size, scheme)
+    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    assert said == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the screen"
+    words, drawn = page.evaluate(CONTRAST)
+    assert words >= 4.5 and drawn >= 4.5  # WCAG AA
+
+
+def test_labels_in_figures_do_not_overlap_or_leave_them(browser: Browser, report_file: Path) -> None:
+    page, _ = opened(browser, report_file)
+    assert page.evaluate(OVERLAPS) == []
+    assert page.evaluate(OUTSIDE) == []

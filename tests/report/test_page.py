@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headgate.analysis.plots import pictures_of, svg, trade_off, write
+from headgate.analysis.published import PUBLISHED, published_for
+from headgate.analysis.report import command, page
+from headgate.cli import app
+
+pytestmark = pytest.mark.xdist_group("report")
+Studies = dict[str, dict[str, Any]]
+FIGURES = {
+    "pruned": {"training", "polarisation", "layers", "latency"},
+    "conditional": {"training", "polarisation", "layers", "latency", "classes", "image_macs"},
+    "layers": {"training", "polarisation", "layers", "latency", "classes", "image_macs"},
+    "early": {"training", "layers", "latency", "exits", "exits_by_class", "image_macs"},
+}
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href"):
+                self.addresses.append(value or "")
+        if tag not in ("meta", "img", "input", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def text(report_file: Path) -> str:
+    return report_file.read_text(encoding="utf-8")
+
+
+def test_every_run_has_its_figures(studies: Studies) -> None:
+    assert {name: {each.name for each in pictures_of(found)} for name, found in studies.items()} == FIGURES
+
+
+def test_the_page_is_whole_and_needs_nothing_from_outside(text: str) -> None:
+    tags = Tags()
+    tags.feed(text)
+    assert not tags.open and len(tags.ids) == len(set(tags.ids))
+    assert all(address.startswith(("#", "data:")) for address in tags.addresses)
+    outside = set(re.findall(r"https?://[^\s\"'<>]+", text))
+    assert outside <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert len(text) < 600_000
+
+
+def test_what_the_user_named_is_text_not_markup(text: str) -> None:
+    assert "four &lt;runs&gt;" in text and "four <runs>" not in text
+
+
+def test_class_names_from_folders_can_be_anything(studies: Studies) -> None:
+    found = dict(studies["conditional"])
+    nasty = ["</script><script>alert(1)</script>", '"><b>', *"cdefghij"]
+    found["class_names"] = nasty
+    found["classes"] = {**found["classes"], "classes": nasty, "words": [f"a[0]: serves {nasty[0]}"]}
+    text = page([found])
+    tags = Tags()
+    tags.feed(text)
+    assert not tags.open and text.count("<script>") == 1 and "<b>" not in text
+
+
+def test_figures_take_the_colours_of_the_page(studies: Studies) -> None:
+    drawn = svg(pictures_of(studies["pruned"])[0], "one")
+    assert "var(--ink)" in drawn and "var(--series-0)" in drawn and "#1a1d21" not in drawn
+    assert 'id="one-figure_1"' in drawn and "<metadata>" not in drawn
+
+
+def test_a_figure_is_the_same_twice(studies: Studies) -> None:
+    once, again = (svg(pictures_of(studies["layers"])[0], "x") for _ in range(2))
+    assert once == again
+
+
+def test_figures_become_files(studies: Studies, tmp_path: Path) -> None:
+    paths = write(pictures_of(studies["early"]), tmp_path / "new", "early-")
+    assert len(paths) == 2 * len(FIGURES["early"])
+    assert all(path.read_bytes()[:4] in (b"\x89PNG", b"<?xm") for path in paths)
+
+
+def test_published_points_stand_beside_runs_of_their_network(studies: Studies) -> None:
+    found = {**studies["pruned"], "model": "cifar_resnet56", "data": "cifar10"}
+    assert published_for("cifar_resnet56", "cifar10") and not published_for("cifar_resnet56", "digits")
+    text = page([found])
+    assert all(each.who.replace("&", "&amp;") in text for each in PUBLISHED if each.model == "cifar_resnet56")
+    picture = trade_off([found], published_for("cifar_resnet56", "cifar10"))
+    assert picture is not None and svg(picture, "x").count("var(--quiet)") > svg_of([studies["pruned"]]).count(
+        "var(--quiet)"
+    )
+
+
+def svg_of(studies: list[dict[str, Any]]) -> str:
+    picture = trade_off(studies)
+    assert picture is not None
+    return svg(picture, "x")
+
+
+def test_a_run_that_has_not_ended_has_a_page_too(studies: Studies) -> None:
+    found = {name: studies["pruned"][name] for name in ("name", "recipe", "model", "data", "target", "kind", "log")}
+    text = page([found | {"result": None}])
+    assert "not finished" in text and 'id="slider"' not in text
+
+
+def test_the_command_repeats_the_run(studies: Studies) -> None:
+    words = command(studies["early"]).split()
+    assert words[:2] == ["headgate", "train"] and words[words.index("--exits") + 1] == "layer1,layer2"
+
+
+def test_the_command_line_writes_page_and_figures(folders: dict[str, Path], tmp_path: Path) -> None:
+    copies = [str(shutil.copytree(folders[name], tmp_path / name)) for name in ("pruned", "early")]
+    words = ["report", *copies, "-o", str(tmp_path / "r.html")]
+    words += ["--figures", str(tmp_path / "figures"), "--images", "60", "--rounds", "1", "--threads", "1"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "pruned" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".svg", ".png"}
+    assert (tmp_path / "figures" / "trade_off.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["RUN", "RUN"], "named twice"),
+        (["RUN", "--rounds", "0"], "at least one round"),
+        (["nowhere"], "is no run"),
+    ],
+)
+def test_mistakes_get_one_line(folders: dict[str, Path], tmp_path: Path, words: list[str], message: str) -> None:
+    given = [str(folders["pruned"]) if word == "RUN" else word for word in words]
+    result = CliRunner().invoke(app, ["report", *given, "-o", str(tmp_path / "r.html")])
+    assert result.exit_code == 1 and message in result.output and not (tmp_path / "r.html").exists()

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.errors import FileError
+from headgate.training import study as module
+from headgate.training.study import study
+from tests.report.conftest import LOOK
+from tests.training.runs import run
+
+pytestmark = pytest.mark.xdist_group("report")
+Studies = dict[str, dict[str, Any]]
+
+
+def test_the_layers_add_up_to_the_networks_macs(studies: Studies) -> None:
+    for found in studies.values():
+        result, layers = found["result"], found["layers"]
+        assert sum(row["dense"] for row in layers) == result["macs"]["dense"]
+    assert sum(row["after"] for row in studies["pruned"]["layers"]) == studies["pruned"]["result"]["macs"]["shrunk"]
+    for name in ("conditional", "layers"):  # the study looks at all 360 test images, like the result
+        after = sum(row["after"] for row in studies[name]["layers"])
+        assert after == pytest.approx(studies[name]["result"]["macs"]["conditional"], rel=1e-5)
+    early = studies["early"]
+    assert sum(row["after"] for row in early["layers"]) < early["result"]["macs"]["cascade"]  # exits cost, too
+
+
+def test_a_higher_tau_closes_channels_and_keeps_images_in(studies: Studies) -> None:
+    for name, found in studies.items():
+        macs = [point["macs"] for point in found["sweep"]]
+        assert macs == sorted(macs, reverse=name != "early") and macs[0] != macs[-1]
+        assert all(point["milliseconds"]["median_ms"] > 0 for point in found["sweep"])
+
+
+def test_every_gate_that_decides_is_told_of_by_class(studies: Studies) -> None:
+    found = studies["conditional"]["classes"]
+    assert found["gates"] and sorted(found["classes"]) == [str(digit) for digit in range(10)]
+    assert all(len(rates) == 10 and min(rates) >= 0 and max(rates) <= 1 for rates in found["rates"])
+    assert found["numbers"]["specialised_gates"] > 0
+    assert found["numbers"]["mean_bits"] > 3 * found["numbers"]["mean_bits_shuffled"]
+    assert "classes" not in studies["pruned"]
+
+
+def test_examples_are_the_cheapest_and_the_dearest_images(studies: Studies) -> None:
+    few, many = studies["conditional"]["examples"].values()
+    quantiles = studies["conditional"]["image_macs"]
+    assert round(few[0]["macs"]) == quantiles[0] and round(many[0]["macs"]) == quantiles[-1]
+    assert all(row["picture"].startswith("data:image/png;base64,") for row in few + many)
+    first, stay = studies["early"]["examples"].values()
+    assert {row["exit"] for row in first} == {"layer1"} and stay[0]["macs"] >= first[0]["macs"]
+
+
+def test_gates_are_followed_over_the_epochs(studies: Studies) -> None:
+    for name in ("pruned", "conditional"):
+        log = studies[name]["log"]
+        assert [line["at"] for line in log["epochs"]] == [1, 2, 3, 4]  # dense, two of gates, tune
+        assert [line["at"] for line in log["histograms"]] == [2, 3]
+        assert all(sum(line["histogram"]) > 0 for line in log["histograms"])
+
+
+def test_what_was_found_is_kept(folders: dict[str, Path], studies: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: object) -> dict[str, Any]:
+        return {"looked": "again"}
+
+    monkeypatch.setattr(module, "_looked", nothing)
+    assert study(folders["pruned"], LOOK) == json.loads(json.dumps(studies["pruned"]))
+    (folders["pruned"] / "study.json").rename(folders["pruned"] / "aside.json")
+    assert study(folders["pruned"], LOOK)["looked"] == "again"
+    (folders["pruned"] / "aside.json").rename(folders["pruned"] / "study.json")
+
+
+def test_damage_and_change_are_noticed(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_looked", lambda *_: {"looked": "again"})
+    copy = Path(shutil.copytree(folders["pruned"], tmp_path / "copy"))  # other times of files: another state
+    assert study(copy, LOOK)["looked"] == "again"
+    (copy / "study.json").write_text("{", encoding="utf-8")
+    assert study(copy, LOOK)["looked"] == "again"
+
+
+def test_a_run_that_has_not_ended_shows_how_far_it_is(folders: dict[str, Path], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folders["pruned"], tmp_path / "copy"))
+    (copy / "result.json").unlink()
+    (copy / "study.json").unlink()
+    found = study(copy, LOOK)
+    assert found["result"] is None and found["log"]["epochs"] and "sweep" not in found
+    assert not (copy / "study.json").exists()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="is no run"):
+        study(tmp_path, LOOK)
+
+
+def test_no_more_images_than_asked_for(tmp_path: Path) -> None:
+    run(tmp_path / "run", gate_epochs=1)
+    found = study(tmp_path / "run", module.Look(images=40, rounds=1, batches=(1,), threads=1))
+    assert found["images"] == 40 and found["result"]["images"] == 360
