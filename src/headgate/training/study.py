@@ -155,7 +155,7 @@ def _looked(folder: Path, look: Look, data_dir: str | None) -> dict[str, Any]:
     else:
         found |= _channels(folder, moved, part, data, start)
     points = moved.sweep_tau(part, TAUS)
-    timings = sweep_milliseconds(moved, data.test)
+    timings = sweep_milliseconds(moved, data.test, rounds=max(1, look.rounds // 3))
     found["sweep"] = [asdict(point) | {"milliseconds": timings[point.tau].as_record()} for point in points]
     found["latency"] = bench(folder, look.batches, look.threads, look.rounds, data_dir)
     result: dict[str, Any] = plain(found)
