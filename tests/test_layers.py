@@ -8,7 +8,7 @@ import headgate
 PACKAGE = Path(next(iter(headgate.__path__)))
 
 # lowest first; each sees all before it
-CORE = ["errors", "graph", "gates", "inference", "gated", "exits", "storage", "training"]
+CORE = ["errors", "graph", "gates", "inference", "gated", "gating", "exits", "storage", "training"]
 BELOW = {layer: set(CORE[:height]) for height, layer in enumerate(CORE)}
 BELOW |= {"models": {"errors", "graph"}, "data": {"errors"}, "analysis": {"errors"}}  # siblings, blind to each other
 BELOW["training"] |= {"models", "data", "analysis"}

@@ -17,8 +17,9 @@ from headgate.errors import (
     TraceError,
 )
 from headgate.exits import ExitModel, ExitRow, ExitTable, add_exits
-from headgate.gated import GatedModel, TauPoint, gate, inspect
+from headgate.gated import GatedModel, TauPoint
 from headgate.gates.budget import Budget
+from headgate.gating import gate, inspect
 from headgate.graph import layer_rules as rules
 from headgate.graph.layer_rules import register_rule
 from headgate.graph.macs import count_macs

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headgate.analysis.measure import module_call, onnx_call, ratio, time_interleaved, torch_threads
 from headgate.data import digits
-from headgate.gated import gate
 from headgate.gates.budget import Budget
+from headgate.gating import gate
 from headgate.graph.macs import count_macs
 from headgate.inference.export import export_onnx
 from headgate.models.cifar_resnet import digits_resnet

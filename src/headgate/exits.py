@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
-from headgate.gated import GatedModel, TauPoint, parse_target
-from headgate.gates.budget import Budget
+from headgate.gated import GatedModel, TauPoint
+from headgate.gates.budget import Budget, parse_target
 from headgate.gates.cost import over_processes
 from headgate.gates.dynamic import GateNetwork
 from headgate.gates.gumbel import Relaxation, draw, logistic_noise

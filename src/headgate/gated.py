@@ -9,32 +9,29 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from headgate.errors import HeadgateError, NonFiniteLoss, NotDecided, NothingToGate, ShrinkMismatch, TargetError
+from headgate.errors import HeadgateError, NonFiniteLoss, NotDecided, ShrinkMismatch
 from headgate.gates.budget import Budget
 from headgate.gates.cost import LOSSES, Cost, activation_rate, over_processes, per_gate_loss, target_rates
 from headgate.gates.draws import Board, Channels, Draw, Group, Ledger, attach
 from headgate.gates.dynamic import DynamicGates
-from headgate.gates.gumbel import Backward, Relaxation, logistic_noise
 from headgate.gates.gumbel import draw as draw_gates
-from headgate.gates.prime import marginal_macs, primed_logits
+from headgate.gates.gumbel import logistic_noise
+from headgate.gates.prime import marginal_macs, primed_logits, worth
 from headgate.gates.seen import Seen, seen
 from headgate.gates.static import StaticGates
-from headgate.graph.analyse import Settings, StreamForm, analyse, check_model, check_module_names
-from headgate.graph.grouping import ChannelGraph, Granularity, Reader
+from headgate.graph.grouping import ChannelGraph, Reader
 from headgate.graph.plan import Plan
-from headgate.graph.sites import find_sites
-from headgate.graph.trace import stripped_copy, tensors_in
+from headgate.graph.trace import tensors_in
 from headgate.inference.calibrate import (
     endless,
     inputs_of,
@@ -55,23 +52,6 @@ POLARISED = 0.05
 TAU_BATCHES = 16
 """Batches on which the threshold of gates that depend on the input is found."""
 _NO_PASS = "gates depend on the input, and there was no forward pass for {} to tell of: call the model first"
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-def parse_target(target: float | str, dense_macs: int) -> float:
-    """A target as a share of the dense network's MACs: 0.5, or "60M" multiply-adds an image."""
-    if isinstance(target, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)\s*", target, re.IGNORECASE)
-        if match is None:
-            raise TargetError(f'target={target!r} is no number of MACs: write "60M", "1.5G", or a share such as 0.5')
-        share = float(match[1]) * UNITS[match[2].upper()] / dense_macs
-        shown = f"target={target!r} is {share:.3g} of the network's {dense_macs:,} MACs"
-    else:
-        share = float(target)
-        shown = f"target={target!r}"
-    if not 0 < share <= 1:
-        raise TargetError(f"{shown}: it must be above 0 and at most 1, a share of the whole network's MACs")
-    return share
 
 
 @dataclass(frozen=True)
@@ -423,7 +403,11 @@ class GatedModel(nn.Module):
         if not 0 < probability < 1:
             raise HeadgateError(f"probability={probability}: it must be between 0 and 1, e.g. 0.95")
         self.unsqueeze_()
-        worth_G = self._worth(loader, batches)
+        training = self.training
+        try:
+            worth_G = worth(self.eval().model, self._ledger, self._board, loader, batches)
+        finally:
+            self.train(training)
         logit = math.log(probability / (1 - probability))
         logits_G = primed_logits(worth_G, marginal_macs(self.cost, self._ledger).to(worth_G), logit, spread)
         with torch.no_grad():
@@ -432,28 +416,6 @@ class GatedModel(nn.Module):
                 network.head.bias.copy_(logits_G[group.gates])  # type: ignore[union-attr, operator]
         self._macs = self._last = None
         return self
-
-    def _worth(self, loader: Iterable[Any], batches: int) -> Tensor:
-        """The mean square over images of the loss's gradient with respect to each gate, all gates open."""
-        device = next(self.parameters()).device
-        total, images_seen = torch.zeros(self.graph.gate_count, dtype=torch.float64), 0
-        training = self.training
-        self.eval()
-        try:
-            for batch in itertools.islice(loader, batches):
-                images, labels = inputs_of(batch)[0].to(device), batch[1].to(device)
-                gates_BG = torch.ones(len(images), self.graph.gate_count, device=device, requires_grad=True)
-                self._board.draw = self._ledger.draw(gates_BG)
-                loss = nn.functional.cross_entropy(tensors_in(self.model(images))[0].float(), labels, reduction="sum")
-                (gradient_BG,) = torch.autograd.grad(loss, gates_BG)
-                total += gradient_BG.double().square().sum(0).cpu()
-                images_seen += len(images)
-        finally:
-            self._board.draw = None
-            self.train(training)
-        if not images_seen:
-            raise HeadgateError("the loader is empty: prime_ needs at least one batch")
-        return total / images_seen
 
     def squeeze_(self, below: float = 0.02, optimizer: Optimizer | None = None, least_gain: float = 0.05) -> bool:
         """Stop computing channels whose gates are open with a probability under `below`: they stay closed for good.
@@ -735,92 +697,3 @@ class GatedModel(nn.Module):
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
-def _settings(granularity: Granularity, frozen: Sequence[str], stream: StreamForm) -> Settings:
-    return Settings(granularity, _names("frozen", frozen), stream)
-
-
-def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(given, str):
-        raise HeadgateError(f"{option}={given!r} is one string: pass a list of module names, {option}=[{given!r}]")
-    if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
-        raise HeadgateError(f'{option}={given!r}: pass a list of module names, such as {option}=["layer1", "fc"]')
-    return tuple(given)
-
-
-def gate(
-    model: nn.Module,
-    example_input: Any,
-    *,
-    kind: Literal["static", "dynamic"] = "static",
-    granularity: Granularity = "channel",
-    target: float | str = 0.5,
-    frozen: Sequence[str] = (),
-    stream: StreamForm | None = None,
-    static: Sequence[str] = (),
-    loss: str = "macs",
-    budget: Budget | None = None,
-    rates: float | Sequence[float] | Mapping[str, float] | None = None,
-    initial_probability: float = 0.95,
-    temperature: float = 1.0,
-    hard: bool = True,
-    backward: Backward = "sample",
-) -> GatedModel:
-    """Put gates on the channels of any model. The model itself is not changed.
-
-    `granularity` is "channel", "layer" (whole residual branches) or a number of channels a gate; `target` is a share of
-    the whole model's MACs, or a number such as "60M"; `frozen` names modules to leave alone. `stream` says what happens
-    where blocks add to one tensor: "shared" gates it once for all (the default of static gates), "indexed" gives each
-    reader and writer its own mask (the default of dynamic ones). `kind` "static" makes gates parameters; "dynamic"
-    computes them from the input of each block, but under the modules that `static` names.
-    """
-    if kind not in ("static", "dynamic"):
-        raise HeadgateError(f'kind={kind!r}: gates are "static" or "dynamic"')
-    settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
-    check_model(model)
-    check_module_names(_names("static", static), dict(model.named_modules()), "static")
-    graph = analyse(model, example_input, settings)
-    if not graph.masks:
-        reasons = (
-            "; ".join(sorted({f"{reason}" for reason in graph.frozen.values()})[:3]) or "it has no layer with channels"
-        )
-        raise NothingToGate(f"no channel of this model can be gated: {reasons}. `headgate inspect` shows every layer")
-    share = parse_target(target, graph.dense_macs)
-    if budget is not None and budget.target != share:
-        raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
-    sites = find_sites(graph, static) if kind == "dynamic" else ()
-    if kind == "dynamic" and not sites:
-        raise NothingToGate("no gate of this model finds an input to look at: use kind='static'")
-    looking = sum(graph.masks[number].size for site in sites for number in site.masks)
-    gates = StaticGates(graph.gate_count - looking, initial_probability, Relaxation(temperature, hard, backward))
-    dynamic = DynamicGates(graph, sites, initial_probability) if sites else None
-    device = next(model.parameters()).device
-    gated = GatedModel(
-        stripped_copy(model, to_meta=False), graph, example_input, share, loss, budget, gates.to(device), rates,
-        None if dynamic is None else dynamic.to(device),
-    )  # fmt: skip
-    gated.frozen_names = tuple(settings.frozen)
-    gated.static_names = tuple(static)
-    gated.train()
-    graph.book.modules = dict(gated.model.named_modules())  # the copy's: the user's model is not kept alive
-    floor = gated.cost.decided_macs(least_decisions(graph, np.full(graph.gate_count, 0.5)))
-    if floor > share * graph.dense_macs:
-        raise TargetError(
-            f"target {share:.3g} can't be reached: with all gates closed that may close, "
-            f"{floor / graph.dense_macs:.3f} of the MACs are left "
-            f"({graph.gateable_fraction:.0%} are in layers with gates). Choose a higher target, or freeze less"
-        )
-    return gated
-
-
-def inspect(
-    model: nn.Module,
-    example_input: Any,
-    *,
-    granularity: Granularity = "channel",
-    frozen: Sequence[str] = (),
-    stream: StreamForm = "shared",
-) -> ChannelGraph:
-    """What channels a model has, what they cost, what can be gated, and why the rest can't."""
-    return analyse(model, example_input, _settings(granularity, frozen, stream))

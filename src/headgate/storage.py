@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from headgate.errors import FileError, HeadgateError
 from headgate.exits import ExitHead, ExitModel, add_exits
-from headgate.gated import GatedModel, gate
+from headgate.gated import GatedModel
 from headgate.gates.budget import Budget
+from headgate.gating import gate
 from headgate.graph.plan import Plan, fingerprint, restructure
 from headgate.graph.trace import stripped_copy, tensors_in
 from headgate.inference.files import read, write

@@ -9,7 +9,7 @@ from torch import nn
 
 import headgate
 from headgate.errors import HeadgateError
-from headgate.gates.prime import marginal_macs, primed_logits
+from headgate.gates.prime import marginal_macs, primed_logits, worth
 from tests.gates.test_dynamic import two_blocks
 from tests.oracle import randn
 
@@ -32,18 +32,22 @@ def test_marginal_macs_are_what_closing_one_gate_saves() -> None:
 def test_the_worth_of_a_gate_is_its_mean_squared_gradient() -> None:
     gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8))
     (x, y), *_ = batches()
-    worth = gated._worth([(x, y)], 1)
-    gated.eval().strategy("always_on")
+    gated.eval()
+
+    def worth_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return worth(gated.model, gated._ledger, gated._board, [(x, y)], 1)
+
+    together = worth_of(x, y)
     for image in range(2):  # one image at a time, by the definition
-        single = gated._worth([(x[image : image + 1], y[image : image + 1])], 1)
+        single = worth_of(x[image : image + 1], y[image : image + 1])
         z = torch.ones(1, gated.graph.gate_count, requires_grad=True)
         gated._board.draw = gated._ledger.draw(z)
         loss = F.cross_entropy(gated.model(x[image : image + 1]), y[image : image + 1])
         gated._board.draw = None
         (gradient,) = torch.autograd.grad(loss, z)
         torch.testing.assert_close(single, gradient[0].double() ** 2)
-    each = [gated._worth([(x[i : i + 1], y[i : i + 1])], 1) for i in range(16)]
-    torch.testing.assert_close(worth, torch.stack(each).mean(0), rtol=1e-3, atol=1e-9)
+    each = [worth_of(x[i : i + 1], y[i : i + 1]) for i in range(16)]
+    torch.testing.assert_close(together, torch.stack(each).mean(0), rtol=1e-3, atol=1e-9)
 
 
 @torch.no_grad()

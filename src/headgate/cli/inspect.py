@@ -9,7 +9,7 @@ from rich.table import Table
 
 from headgate.cli.common import console, friendly_errors, print_json
 from headgate.errors import HeadgateError
-from headgate.gated import inspect as inspect_model
+from headgate.gating import inspect as inspect_model
 from headgate.graph.grouping import ChannelGraph, Granularity
 from headgate.graph.table import as_json, layer_rows
 from headgate.models.names import load_named

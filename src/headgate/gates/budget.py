@@ -14,12 +14,31 @@ Its state (step, integral, last cost) is plain numbers: visible, and saved with 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from headgate.errors import HeadgateError, NonFiniteLoss
+from headgate.errors import HeadgateError, NonFiniteLoss, TargetError
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def parse_target(target: float | str, dense_macs: int) -> float:
+    """A target as a share of the dense network's MACs: 0.5, or "60M" multiply-adds an image."""
+    if isinstance(target, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)\s*", target, re.IGNORECASE)
+        if match is None:
+            raise TargetError(f'target={target!r} is no number of MACs: write "60M", "1.5G", or a share such as 0.5')
+        share = float(match[1]) * UNITS[match[2].upper()] / dense_macs
+        shown = f"target={target!r} is {share:.3g} of the network's {dense_macs:,} MACs"
+    else:
+        share = float(target)
+        shown = f"target={target!r}"
+    if not 0 < share <= 1:
+        raise TargetError(f"{shown}: it must be above 0 and at most 1, a share of the whole network's MACs")
+    return share
 
 
 @dataclass

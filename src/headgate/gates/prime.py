@@ -2,18 +2,44 @@
 
 A gate's worth is the mean square, over images, of the gradient of the loss with respect to it, all gates open: how much
 the loss would change without its channels (the diagonal of the Fisher information). Divided by the MACs that it lets
-through, it tells which gates to close first. Knows gradients and costs; knows nothing of how they were computed.
+through, it tells which gates to close first. Knows classifiers, gradients and costs; nothing of what becomes of gates.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import itertools
+from collections.abc import Iterable
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from headgate.errors import HeadgateError
 from headgate.gates.cost import Cost
-from headgate.gates.draws import Ledger
+from headgate.gates.draws import Board, Ledger
+from headgate.graph.trace import tensors_in
 
 TINY = 1e-12
+
+
+def worth(model: nn.Module, ledger: Ledger, board: Board, loader: Iterable[Any], batches: int) -> Tensor:
+    """The mean square, over a loader's images, of the loss's gradient with respect to each gate, all gates open."""
+    device = next(model.parameters()).device
+    total, images_seen = torch.zeros(ledger.count, dtype=torch.float64), 0
+    try:
+        for batch in itertools.islice(loader, batches):
+            images, labels = batch[0].to(device), batch[1].to(device)
+            gates_BG = torch.ones(len(images), ledger.count, device=device, requires_grad=True)
+            board.draw = ledger.draw(gates_BG)
+            loss = nn.functional.cross_entropy(tensors_in(model(images))[0].float(), labels, reduction="sum")
+            (gradient_BG,) = torch.autograd.grad(loss, gates_BG)
+            total += gradient_BG.double().square().sum(0).cpu()
+            images_seen += len(images)
+    finally:
+        board.draw = None
+    if not images_seen:
+        raise HeadgateError("the loader is empty: prime_ needs at least one batch")
+    return total / images_seen
 
 
 def marginal_macs(cost: Cost, ledger: Ledger) -> Tensor:

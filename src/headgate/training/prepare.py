@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from headgate.data.sources import DataSet, open_data
 from headgate.errors import HeadgateError, ModelError, TargetError
 from headgate.exits import ExitModel, add_exits
-from headgate.gated import GatedModel, gate, parse_target
-from headgate.gates.budget import Budget
+from headgate.gated import GatedModel
+from headgate.gates.budget import Budget, parse_target
+from headgate.gating import gate
 from headgate.graph.macs import count_macs
 from headgate.graph.trace import tensors_in
 from headgate.models.names import load_named

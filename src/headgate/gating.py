@@ -1,0 +1,114 @@
+"""From a model to a gated one: what users call first.
+
+`gate` follows the channels, makes a gate for each that may close, and checks that the target can be reached; `inspect`
+shows what it would find. The model that is given is not changed. Knows nothing of what becomes of the gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from torch import nn
+
+from headgate.errors import HeadgateError, NothingToGate, TargetError
+from headgate.gated import GatedModel
+from headgate.gates.budget import Budget, parse_target
+from headgate.gates.dynamic import DynamicGates
+from headgate.gates.gumbel import Backward, Relaxation
+from headgate.gates.static import StaticGates
+from headgate.graph.analyse import Settings, StreamForm, analyse, check_model, check_module_names
+from headgate.graph.grouping import ChannelGraph, Granularity
+from headgate.graph.sites import find_sites
+from headgate.graph.trace import stripped_copy
+from headgate.inference.calibrate import least_decisions
+
+
+def gate(
+    model: nn.Module,
+    example_input: Any,
+    *,
+    kind: Literal["static", "dynamic"] = "static",
+    granularity: Granularity = "channel",
+    target: float | str = 0.5,
+    frozen: Sequence[str] = (),
+    stream: StreamForm | None = None,
+    static: Sequence[str] = (),
+    loss: str = "macs",
+    budget: Budget | None = None,
+    rates: float | Sequence[float] | Mapping[str, float] | None = None,
+    initial_probability: float = 0.95,
+    temperature: float = 1.0,
+    hard: bool = True,
+    backward: Backward = "sample",
+) -> GatedModel:
+    """Put gates on the channels of any model. The model itself is not changed.
+
+    `granularity` is "channel", "layer" (whole residual branches) or a number of channels a gate; `target` is a share of
+    the whole model's MACs, or a number such as "60M"; `frozen` names modules to leave alone. `stream` says what happens
+    where blocks add to one tensor: "shared" gates it once for all (the default of static gates), "indexed" gives each
+    reader and writer its own mask (the default of dynamic ones). `kind` "static" makes gates parameters; "dynamic"
+    computes them from the input of each block, but under the modules that `static` names.
+    """
+    if kind not in ("static", "dynamic"):
+        raise HeadgateError(f'kind={kind!r}: gates are "static" or "dynamic"')
+    settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
+    check_model(model)
+    check_module_names(_names("static", static), dict(model.named_modules()), "static")
+    graph = analyse(model, example_input, settings)
+    if not graph.masks:
+        reasons = (
+            "; ".join(sorted({f"{reason}" for reason in graph.frozen.values()})[:3]) or "it has no layer with channels"
+        )
+        raise NothingToGate(f"no channel of this model can be gated: {reasons}. `headgate inspect` shows every layer")
+    share = parse_target(target, graph.dense_macs)
+    if budget is not None and budget.target != share:
+        raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
+    sites = find_sites(graph, static) if kind == "dynamic" else ()
+    if kind == "dynamic" and not sites:
+        raise NothingToGate("no gate of this model finds an input to look at: use kind='static'")
+    looking = sum(graph.masks[number].size for site in sites for number in site.masks)
+    gates = StaticGates(graph.gate_count - looking, initial_probability, Relaxation(temperature, hard, backward))
+    dynamic = DynamicGates(graph, sites, initial_probability) if sites else None
+    device = next(model.parameters()).device
+    gated = GatedModel(
+        stripped_copy(model, to_meta=False), graph, example_input, share, loss, budget, gates.to(device), rates,
+        None if dynamic is None else dynamic.to(device),
+    )  # fmt: skip
+    gated.frozen_names = tuple(settings.frozen)
+    gated.static_names = tuple(static)
+    gated.train()
+    graph.book.modules = dict(gated.model.named_modules())  # the copy's: the user's model is not kept alive
+    floor = gated.cost.decided_macs(least_decisions(graph, np.full(graph.gate_count, 0.5)))
+    if floor > share * graph.dense_macs:
+        raise TargetError(
+            f"target {share:.3g} can't be reached: with all gates closed that may close, "
+            f"{floor / graph.dense_macs:.3f} of the MACs are left "
+            f"({graph.gateable_fraction:.0%} are in layers with gates). Choose a higher target, or freeze less"
+        )
+    return gated
+
+
+def inspect(
+    model: nn.Module,
+    example_input: Any,
+    *,
+    granularity: Granularity = "channel",
+    frozen: Sequence[str] = (),
+    stream: StreamForm = "shared",
+) -> ChannelGraph:
+    """What channels a model has, what they cost, what can be gated, and why the rest can't."""
+    return analyse(model, example_input, _settings(granularity, frozen, stream))
+
+
+def _settings(granularity: Granularity, frozen: Sequence[str], stream: StreamForm) -> Settings:
+    return Settings(granularity, _names("frozen", frozen), stream)
+
+
+def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise HeadgateError(f"{option}={given!r} is one string: pass a list of module names, {option}=[{given!r}]")
+    if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
+        raise HeadgateError(f'{option}={given!r}: pass a list of module names, such as {option}=["layer1", "fc"]')
+    return tuple(given)
