@@ -140,7 +140,7 @@ def test_thresholds_can_be_tried_without_another_pass() -> None:
         assert table == exits.table_of(watched, [tau] * 2)
         assert (point.tau, point.accuracy, point.macs) == (tau, table.accuracy, table.macs)
         assert float(exits.macs_of(watched, [tau] * 2).mean()) == pytest.approx(point.macs)
-    assert sum(exits.segment_macs()) == exits.dense_macs
+        assert sum(exits.layers_of(watched, [tau] * 2).values()) == pytest.approx(point.macs)
 
 
 def test_training_draws_one_exit_an_image_and_teaches_the_gates() -> None:

@@ -259,10 +259,6 @@ class ExitModel(nn.Module):
             columns.append(each_BI[:, places].sum(1) + fixed / self.dense_macs)
         return torch.stack(columns, 1)
 
-    def segment_macs(self) -> list[int]:
-        """Multiply-adds from exit to exit of the dense model, without the exits themselves."""
-        return [sum(segment.values()) for segment in self._segments]
-
     def shares_B(self, reach_BK: Tensor, leave_BK: Tensor, segments_BK: Tensor | None = None) -> Tensor:
         """Multiply-adds of each image as a share of the dense model's, for given ways through the cascade; segments
         cost what they did in the last pass, if nothing else is given."""
@@ -344,6 +340,23 @@ class ExitModel(nn.Module):
     def macs_of(self, watched: Watched, taus: Sequence[float] | None = None) -> Tensor:
         """Multiply-adds of each image, under these thresholds or the model's own."""
         return self.shares_B(*self._ways_of(watched, taus), watched.segments_NK) * self.dense_macs
+
+    def layers_of(self, watched: Watched, taus: Sequence[float] | None = None) -> dict[str, float]:
+        """Multiply-adds an image of every layer, and of the exits' own classifiers and gates: the mean over images.
+
+        Where channels have gates too, those of a segment are shared out in proportion to the dense layers.
+        """
+        reach, leave = self._ways_of(watched, taus)
+        spent = (reach * watched.segments_NK.to(reach)).mean(0) * self.dense_macs
+        layers = {
+            name: macs * float(total) / max(sum(segment.values()), 1)
+            for segment, total in zip(self._segments, spent, strict=True)
+            for name, macs in segment.items()
+        }
+        exits = range(len(self.gates))
+        layers["exit classifiers"] = sum(float(leave[:, number].mean()) * self._head_macs[number] for number in exits)
+        layers["exit gates"] = sum(float(reach[:, number].mean()) * self._gate_macs(number) for number in exits)
+        return layers
 
     def _ways_of(self, watched: Watched, taus: Sequence[float] | None) -> tuple[Tensor, Tensor]:
         return _ways((watched.p_NK > torch.tensor(self.taus if taus is None else taus)).double())

@@ -572,7 +572,7 @@ class GatedModel(nn.Module):
                 with torch.no_grad():
                     for batch in loader:
                         inputs = (tensor.to(device) for tensor in inputs_of(batch))
-                        answers = self(*inputs).argmax(1).to(batch[1].device)
+                        answers = tensors_in(self(*inputs))[0].argmax(1).to(batch[1].device)
                         right += int((answers == batch[1]).sum())
                         total += len(answers)
                         macs += self.macs() * len(answers)

@@ -63,6 +63,18 @@ def test_words_name_who_is_served_and_who_is_left_out() -> None:
     assert words[1] == "a[0] (0.10 bits): open for 60% of ship, down to 40% of dog"
 
 
+def test_classes_without_images_say_nothing() -> None:
+    labels = np.arange(40) % 2 * 3  # classes 0 and 3 of 5
+    found = specialisation(gates(labels >= 0, labels == 3), labels, 5)
+    np.testing.assert_array_equal(found.deciding_G, [False, True])
+    assert np.isnan(found.rates_GC[:, [1, 2, 4]]).all() and found.bits_of_class == pytest.approx(1)
+
+
+def test_long_lists_of_classes_are_cut() -> None:
+    (words,) = in_words(np.ones((1, 30)), np.array([0.5]), ["a[0]"], [f"c{n}" for n in range(30)])
+    assert words.endswith("c5 (100%) and 24 more")
+
+
 def test_rows_and_labels_must_fit() -> None:
     with pytest.raises(HeadgateError, match="one row an image"):
         specialisation(np.zeros((3, 2), bool), LABELS, 4)

@@ -11,6 +11,7 @@ from headgate.data.batches import (
     NORMALIZATIONS,
     CropAndFlip,
     InMemory,
+    Part,
     Split,
     eval_rows,
     generator,
@@ -274,3 +275,14 @@ def test_the_same_images_are_held_out_every_time_and_not_the_first_ones() -> Non
 def test_too_many_held_out(count) -> None:
     with pytest.raises(HeadgateError, match=f"validation={count}: of 10 training images at most 9 can be held out"):
         hold_out(np.zeros(10, int), count)
+
+
+def test_a_part_is_taken_from_all_over_a_split() -> None:
+    images = np.arange(100, dtype=np.float32).reshape(100, 1, 1, 1)
+    split = InMemory(images, np.repeat(np.arange(10), 10), 10)  # class by class, like a folder
+    part = Part(split, 20, batch_size=8)
+    assert len(part) == 20 and part.stride == 5
+    labels = torch.cat([labels for _, labels in part])
+    assert labels.tolist() == [each for each in range(10) for _ in range(2)]
+    assert [len(labels) for _, labels in Part(split, batch_size=64)] == [64, 36]
+    assert len(Part(split, 1000)) == 100 and sum(len(labels) for _, labels in Part(split, 30)) == 30

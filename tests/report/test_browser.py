@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from headgate.analysis.report import page as page_of
+
 CHOSEN = os.environ.get("HEADGATE_BROWSER")
 pytestmark = [
     pytest.mark.xdist_group("report"),
@@ -92,7 +94,8 @@ def test_the_slider_moves_accuracy_macs_and_milliseconds_of_all_runs(
             point = found["sweep"][place]
             shown = [100 * point["accuracy"], 100 * point["macs_fraction"], point["milliseconds"]["median_ms"]]
             assert moved(page, number) == pytest.approx(shown, abs=0.051)
-        assert page.locator("#tau").text_content() == f"tau {point['tau']:.2f}"
+        assert page.locator("#tau").text_content() == f"{point['tau']:.2f}"
+        assert page.locator("#slider").get_attribute("aria-valuetext") == f"tau {point['tau']:.2f}"
         assert page.locator("svg .now").count() == len(studies)
     assert said == []
 
@@ -115,6 +118,12 @@ def test_tables_sort_by_number_and_by_name_and_back(browser: Browser, report_fil
     heads.nth(column).click()
     rising = [float(text[:-2]) for text in table.locator(f"tbody td:nth-child({column + 1})").all_text_contents()]
     assert falling == sorted(falling, reverse=True) and rising == sorted(falling) and len(set(falling)) > 1
+    column = heads.all_text_contents().index("parameters")
+    heads.nth(column).click()
+    sizes = [
+        int(text.replace(",", "")) for text in table.locator(f"tbody td:nth-child({column + 1})").all_text_contents()
+    ]
+    assert sizes == sorted(sizes, reverse=True)
     heads.nth(0).click()
     names = table.locator("tbody td:first-child").all_text_contents()
     assert names == sorted(names, reverse=True) and said == []
@@ -148,3 +157,21 @@ def test_labels_in_figures_do_not_overlap_or_leave_them(browser: Browser, report
     page, _ = opened(browser, report_file)
     assert page.evaluate(OVERLAPS) == []
     assert page.evaluate(OUTSIDE) == []
+
+
+def test_nor_do_they_in_large_networks_beside_published_points(
+    browser: Browser, studies: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    names = ["conv1", *(f"layer{n // 18 + 1}.{n % 18}.conv{k}" for n in range(54) for k in (1, 2)), "fc", "gates"]
+    layers = [{"name": name, "dense": 1000, "after": 500} for name in names]
+    deep = studies["conditional"] | {"model": "cifar_resnet56", "data": "cifar10", "layers": layers}
+    result = deep["result"] | {"accuracy": {"dense": 0.934, "conditional": 0.938}}
+    sweep = [point | {"accuracy": 0.92 + 0.002 * n} for n, point in enumerate(deep["sweep"])]
+    other = studies["early"] | {"name": "a-run-with-quite-a-long-name-2026-11-16-seed-0"}
+    names = ["features.denseblock1", "features.denseblock2", "features.denseblock3", "features.denseblock4", "last"]
+    shares = [[0.2] * 10] * 5
+    other |= {"exits_by_class": other["exits_by_class"] | {"exits": names, "shares": shares}}
+    file = tmp_path / "deep.html"
+    file.write_text(page_of([deep | {"result": result, "sweep": sweep}, other]), encoding="utf-8")
+    page, said = opened(browser, file)
+    assert page.evaluate(OVERLAPS) == [] and page.evaluate(OUTSIDE) == [] and said == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headgate.analysis.plots import pictures_of, svg, trade_off, write
+from headgate.analysis.plots import _named_layers, pictures_of, svg, trade_off, write
 from headgate.analysis.published import PUBLISHED, published_for
 from headgate.analysis.report import command, page
 from headgate.cli import app
+from headgate.training.study import _without_folders
+from tests.training.runs import TINY
 
 pytestmark = pytest.mark.xdist_group("report")
 Studies = dict[str, dict[str, Any]]
@@ -112,6 +115,54 @@ def svg_of(studies: list[dict[str, Any]]) -> str:
     return svg(picture, "x")
 
 
+def test_many_classes_layers_and_long_names_do_not_break_figures(studies: Studies) -> None:
+    names = [f"class {number}" for number in range(300)]
+    rates = [[(gate * each % 7) / 7 for each in range(300)] for gate in range(200)]
+    numbers = studies["conditional"]["classes"]["numbers"]
+    many = studies["conditional"] | {
+        "class_names": names,
+        "classes": {
+            "rates": rates,
+            "gates": [f"g[{n}]" for n in range(200)],
+            "classes": names,
+            "words": [],
+            "numbers": numbers,
+        },
+        "layers": [{"name": f"features.{n // 10}.conv{n}", "dense": 100 + n, "after": n} for n in range(157)],
+    }
+    assert {"classes", "layers"} <= {picture.name for picture in pictures_of(many)}
+    ticks, labels = _named_layers([row["name"] for row in many["layers"]])
+    assert labels == [f"features.{n}" for n in range(16)] and ticks == [10 * n for n in range(16)]
+    exits = studies["early"]["exits_by_class"]
+    wide = studies["early"] | {"exits_by_class": exits | {"classes": names, "shares": [[1 / 3] * 300] * 3}}
+    assert "exits_by_class" in {picture.name for picture in pictures_of(wide)}
+
+
+def test_tick_labels_keep_their_digits(studies: Studies) -> None:
+    rows = [row | {"dense_ms": 0.0214, "small_ms": 0.0113, "batch": 1} for row in studies["pruned"]["latency"]]
+    drawn = [svg(each, "x") for each in pictures_of(studies["pruned"] | {"latency": rows}) if each.name == "latency"]
+    assert ">0.005<" in drawn[0] or ">0.0050<" in drawn[0] or ">0.0025<" in drawn[0]
+
+
+def test_a_loss_that_was_not_finite_is_told(studies: Studies) -> None:
+    log = studies["pruned"]["log"]
+    epochs = [line | {"loss": "nan"} for line in log["epochs"]]
+    (drawn, *_) = pictures_of(studies["pruned"] | {"log": log | {"epochs": epochs, "steps": []}})
+    assert "not finite" in svg(drawn, "x")
+
+
+def test_answers_that_are_no_class_are_shown(studies: Studies) -> None:
+    few = [row | {"answer": 537} for row in studies["conditional"]["examples"]["use few channels"]]
+    assert "output 537" in page([studies["conditional"] | {"examples": {"use few channels": few}}])
+
+
+def test_runs_at_several_targets_are_joined(studies: Studies) -> None:
+    other = studies["pruned"] | {"name": "other"}
+    assert svg_of([studies["pruned"], other]).count("stroke-dasharray") > svg_of([studies["pruned"]]).count(
+        "stroke-dasharray"
+    )
+
+
 def test_a_run_that_has_not_ended_has_a_page_too(studies: Studies) -> None:
     found = {name: studies["pruned"][name] for name in ("name", "recipe", "model", "data", "target", "kind", "log")}
     text = page([found | {"result": None}])
@@ -119,8 +170,19 @@ def test_a_run_that_has_not_ended_has_a_page_too(studies: Studies) -> None:
 
 
 def test_the_command_repeats_the_run(studies: Studies) -> None:
-    words = command(studies["early"]).split()
-    assert words[:2] == ["headgate", "train"] and words[words.index("--exits") + 1] == "layer1,layer2"
+    for found in studies.values():
+        words = shlex.split(command(found))
+        assert words[:2] == ["headgate", "train"]
+        result = CliRunner().invoke(app, [*words[1:], "--model", TINY, "--dry-run"])
+        assert result.exit_code == 0, result.output
+    assert [words[n + 1] for n, word in enumerate(words) if word == "--exits"] == ["layer1", "layer2"]
+
+
+def test_no_folder_of_this_machine_is_told(text: str, folders: dict[str, Path]) -> None:
+    assert str(folders["pruned"].parent) not in text and str(Path(TINY).parent) not in text
+    assert [_without_folders(given) for given in ("folder:/a/b", "/a/b.py:make", "net=/a/b", "a/b.py:f", "cifar10")] == [
+        "folder:b", "b.py:make", "net=b", "b.py:f", "cifar10",
+    ]  # fmt: skip
 
 
 def test_the_command_line_writes_page_and_figures(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -139,10 +201,11 @@ def test_the_command_line_writes_page_and_figures(folders: dict[str, Path], tmp_
     [
         (["RUN", "RUN"], "named twice"),
         (["RUN", "--rounds", "0"], "at least one round"),
+        (["RUN", "-o", "/no/such/folder/r.html"], "folder that is there"),
         (["nowhere"], "is no run"),
     ],
 )
 def test_mistakes_get_one_line(folders: dict[str, Path], tmp_path: Path, words: list[str], message: str) -> None:
     given = [str(folders["pruned"]) if word == "RUN" else word for word in words]
-    result = CliRunner().invoke(app, ["report", *given, "-o", str(tmp_path / "r.html")])
+    result = CliRunner().invoke(app, ["report", "-o", str(tmp_path / "r.html"), *given])
     assert result.exit_code == 1 and message in result.output and not (tmp_path / "r.html").exists()

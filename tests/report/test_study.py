@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from headgate.errors import FileError
+from headgate.analysis.report import page
+from headgate.errors import FileError, HeadgateError
 from headgate.training import study as module
 from headgate.training.study import study
 from tests.report.conftest import LOOK
@@ -26,7 +27,8 @@ def test_the_layers_add_up_to_the_networks_macs(studies: Studies) -> None:
         after = sum(row["after"] for row in studies[name]["layers"])
         assert after == pytest.approx(studies[name]["result"]["macs"]["conditional"], rel=1e-5)
     early = studies["early"]
-    assert sum(row["after"] for row in early["layers"]) < early["result"]["macs"]["cascade"]  # exits cost, too
+    assert sum(row["after"] for row in early["layers"]) == pytest.approx(early["exits"]["macs"])
+    assert early["exits"]["macs"] == pytest.approx(early["result"]["macs"]["cascade"], rel=1e-5)
 
 
 def test_a_higher_tau_closes_channels_and_keeps_images_in(studies: Studies) -> None:
@@ -68,6 +70,8 @@ def test_what_was_found_is_kept(folders: dict[str, Path], studies: Studies, monk
 
     monkeypatch.setattr(module, "_looked", nothing)
     assert study(folders["pruned"], LOOK) == json.loads(json.dumps(studies["pruned"]))
+    monkeypatch.chdir(folders["pruned"])
+    assert study(Path("."), LOOK)["name"] == "pruned"
     (folders["pruned"] / "study.json").rename(folders["pruned"] / "aside.json")
     assert study(folders["pruned"], LOOK)["looked"] == "again"
     (folders["pruned"] / "aside.json").rename(folders["pruned"] / "study.json")
@@ -77,7 +81,9 @@ def test_damage_and_change_are_noticed(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_looked", lambda *_: {"looked": "again"})
-    copy = Path(shutil.copytree(folders["pruned"], tmp_path / "copy"))  # other times of files: another state
+    copy = Path(shutil.copytree(folders["pruned"], tmp_path / "copy"))
+    assert "looked" in study(copy, LOOK) and study(copy, LOOK)["looked"] != "again"
+    (copy / "small.safetensors").touch()  # another network, for all one knows
     assert study(copy, LOOK)["looked"] == "again"
     (copy / "study.json").write_text("{", encoding="utf-8")
     assert study(copy, LOOK)["looked"] == "again"
@@ -97,7 +103,31 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         study(tmp_path, LOOK)
 
 
+def test_what_can_not_be_timed_is_told_and_the_rest_is_shown(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> Any:
+        raise HeadgateError("no fast path")
+
+    copy = Path(shutil.copytree(folders["conditional"], tmp_path / "copy"))
+    (copy / "study.json").unlink()
+    monkeypatch.setattr(module, "sweep_milliseconds", refused)
+    monkeypatch.setattr(module, "bench", refused)
+    found = study(copy, LOOK)
+    assert len(found["notes"]) == 2 and "no fast path" in found["notes"][0]
+    assert found["classes"]["gates"] and "milliseconds" not in found["sweep"][0]
+    assert "no fast path" in page([found])
+
+
+def test_a_dense_run_has_nothing_to_show_but_its_training(tmp_path: Path) -> None:
+    run(tmp_path / "run", gate_epochs=0, tune_epochs=0)
+    found = study(tmp_path / "run", LOOK)
+    assert found["result"]["accuracy"].keys() == {"dense"} and "sweep" not in found
+    assert "<svg" in page([found])
+
+
 def test_no_more_images_than_asked_for(tmp_path: Path) -> None:
     run(tmp_path / "run", gate_epochs=1)
     found = study(tmp_path / "run", module.Look(images=40, rounds=1, batches=(1,), threads=1))
     assert found["images"] == 40 and found["result"]["images"] == 360
+    assert found["looked"]["images"] == 40 and found["looked"]["threads"] == 1

@@ -38,6 +38,14 @@ STYLE = {
 }  # fmt: skip
 NAMED_LAYERS = 24
 """More layers than that, and only where a stage begins is named."""
+STAGES = 16
+FEW_POINTS = 20
+NEAR = (0.16, 0.07)
+"""Published points nearer to each other than that (share of MACs, share of the axis) get one label."""
+ROOM = 68
+"""Letters of a legend that fit side by side."""
+NAMED_GATES, NAMED_CLASSES = 64, 40
+"""In heatmaps: more of them, and none is named."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +61,19 @@ class Picture:
 # ----------------------------------------------------------------------------------------------------- drawing
 
 
-@contextmanager
-def _style() -> Iterator[None]:
+def check_installed() -> None:
+    """Raise if there is nothing to draw with."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise HeadgateError("figures need matplotlib: pip install 'headgate[report]'") from error
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    check_installed()
+    import matplotlib
+
     with matplotlib.rc_context(STYLE):
         yield
 
@@ -79,13 +94,14 @@ def training(study: Study) -> Picture | None:
     if not epochs:
         return None
     figure, (upper, lower) = _new(4.2, 2, sharex=True)
-    for axes, name, color in ((upper, "loss", SERIES[0]),):
-        points = [(line["at"], line[name]) for line in steps or epochs if _number(line.get(name))]
-        axes.plot(*_columns(points), color=color, linewidth=1.0, alpha=0.45)
-        means = [(line["at"], line[name]) for line in epochs if _number(line.get(name))]
-        axes.plot(*_columns(means), color=color, marker="o", markersize=3)
-        axes.set_ylabel("task loss")
-        axes.set_ylim(0, 1.08 * max(y for _, y in points + means))
+    means, every = _points(epochs, "loss"), _points(steps, "loss")
+    upper.plot(*_columns(every), color=SERIES[0], linewidth=1.0, alpha=0.45)
+    upper.plot(*_columns(means), color=SERIES[0], marker="o", markersize=3)
+    upper.set_ylabel("task loss")
+    if means or every:
+        upper.set_ylim(0, 1.08 * max(y for _, y in means + every))
+    if len(means) < len(epochs):
+        upper.text(0.5, 0.5, "the loss was not finite", ha="center", transform=upper.transAxes)
     curves = {
         "accuracy": ("accuracy, training images", SERIES[0], "-"),
         "validation_accuracy": ("accuracy, held-out images", SERIES[2], "-"),
@@ -94,10 +110,11 @@ def training(study: Study) -> Picture | None:
         "goal": ("target of the moment", QUIET, ":"),
     }
     for name, (label, color, line_style) in curves.items():
-        lines = steps if name in ("cost", "goal") and steps else epochs
-        points = [(line["at"], line[name]) for line in lines if _number(line.get(name))]
+        points = _points(epochs, name)
+        if name in ("cost", "goal") and len(_points(steps, name)) > len(points):
+            points = _points(steps, name)
         if points:
-            marker = "o" if lines is epochs else None
+            marker = "o" if len(points) < FEW_POINTS else None
             lower.plot(*_columns(points), line_style, color=color, label=label, marker=marker, markersize=3)
     lower.set_ylim(0, 1.05)
     lower.set_xlim(0, epochs[-1]["at"] * 1.02)
@@ -105,7 +122,7 @@ def training(study: Study) -> Picture | None:
     lower.set_xlabel("epochs")
     lower.set_ylabel("share")
     lower.yaxis.set_major_formatter(_percent)
-    figure.legend(*lower.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    _legend(figure, lower)
     _phases((upper, lower), epochs)
     return Picture("training", "Loss, accuracy and cost over the epochs of all phases.", figure, ("log",))
 
@@ -126,7 +143,7 @@ def _phases(both: Sequence[Any], epochs: Sequence[Mapping[str, Any]]) -> None:
 def polarisation(study: Study) -> Picture | None:
     """How sure the gates are: p over the epochs, and the share that is polarised."""
     history, final = study["log"]["histograms"], study.get("histogram")
-    shares = [(line["at"], line["polarised"]) for line in study["log"]["epochs"] if _number(line.get("polarised"))]
+    shares = _points(study["log"]["epochs"], "polarised")
     if not history and not final:
         return None
     figure, axes = _new(4.0 if shares else 2.4, 2 if shares else 1)
@@ -172,27 +189,34 @@ def layers(study: Study) -> Picture | None:
     unit, scale = _unit(max(max(row["dense"], row["after"]) for row in rows))
     axes.bar(places, [row["dense"] / scale for row in rows], color=QUIET, alpha=0.45, width=0.85, label="before")
     axes.bar(places, [row["after"] / scale for row in rows], color=SERIES[0], width=0.55, label="after")
-    names = [row["name"] for row in rows]
-    if len(names) > NAMED_LAYERS:
-        firsts = [n for n, name in enumerate(names) if n == 0 or _stage(name) != _stage(names[n - 1])]
-        ticks, labels = firsts, [_stage(names[n]) for n in firsts]
-    else:
-        ticks, labels = list(places), names
-    axes.set_xticks(ticks, labels, rotation=90, fontsize=7)
+    axes.set_xticks(*_named_layers([row["name"] for row in rows]), rotation=90, fontsize=8)
     axes.set_ylabel(f"{unit} an image")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    _legend(figure, axes, "outside upper right")
     return Picture(
         "layers", "Where the MACs went, layer by layer: before, and after (the mean over images).", figure, ("layers",)
     )
 
 
-def _stage(name: str) -> str:
-    return name.split(".")[0]
+def _named_layers(names: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Places and labels: of all layers if there are few, else of those where a stage begins and there is room."""
+    if len(names) <= NAMED_LAYERS:
+        return list(range(len(names))), list(names)
+    for depth in (1, 2, 3):  # as many parts of the name as tell some stages apart
+        stages = [".".join(name.split(".")[:depth]) for name in names]
+        firsts = [n for n, stage in enumerate(stages) if n == 0 or stage != stages[n - 1]]
+        if len(firsts) >= 4:
+            break
+    apart = -(-len(names) // STAGES)
+    kept: list[int] = []
+    for first in firsts:
+        if not kept or first - kept[-1] >= apart:
+            kept.append(first)
+    return kept, [stages[n] for n in kept]
 
 
 def trade_off(studies: Sequence[Study], published: Sequence[Published] = ()) -> Picture | None:
     """Accuracy against MACs: the runs, what tau does to them, and what others have published."""
-    if not any(study.get("result") for study in studies):
+    if not any(study.get("sweep") for study in studies):
         return None
     with _style():
         return _trade_off(studies, published)
@@ -200,8 +224,10 @@ def trade_off(studies: Sequence[Study], published: Sequence[Published] = ()) -> 
 
 def _trade_off(studies: Sequence[Study], published: Sequence[Published]) -> Picture:
     figure, axes = _new(3.6)
+    for ends in _over_targets(studies):
+        axes.plot(*_columns(ends), color=INK, linewidth=0.9, linestyle="--")
     for number, study in enumerate(studies):
-        if not study.get("result"):
+        if not study.get("sweep"):
             continue
         color = SERIES[number % len(SERIES)]
         result, sweep = study["result"], study["sweep"]
@@ -209,34 +235,90 @@ def _trade_off(studies: Sequence[Study], published: Sequence[Published]) -> Pict
         axes.plot(*_columns(shown), color=color, linewidth=1.0, alpha=0.7)
         for place, (x, y) in enumerate(shown):
             axes.plot([x], [y], "o", color=color, markersize=3.5, gid=f"tau-{number}-{place}")
-        last = _last(study)
-        at = result["macs_fraction"][last], 100 * result["accuracy"][last]
-        axes.plot(*[[value] for value in at], "*", color=color, markersize=12, label=study["name"])
+        at = _end(study)
+        marker = "*Xps"[number // len(SERIES) % 4]
+        axes.plot(*[[value] for value in at], marker, color=color, markersize=12, label=study["name"])
         axes.plot([1.0], [100 * result["accuracy"]["dense"]], "D", color=color, markersize=4, fillstyle="none")
-    for number, each in enumerate(published):
+    for each in published:
         axes.plot([each.macs_fraction], [each.accuracy], "s" if each.conditional else "^", color=QUIET, markersize=5)
-        axes.annotate(
-            str(number + 1), (each.macs_fraction, each.accuracy), xytext=(-5, 4), textcoords="offset points",
-            color=QUIET, fontsize=7, ha="right",
-        )  # fmt: skip
     axes.set_xlabel("MACs, of the dense network's")
     axes.set_ylabel("accuracy, %")
     axes.xaxis.set_major_formatter(_percent)
     axes.set_ylim(bottom=max(axes.get_ylim()[0], _floor(studies, published)))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    caption = "Accuracy against MACs. Stars: the runs; small points: their gated networks over tau; diamonds: dense."
+    _number_(axes, published)
+    _legend(figure, axes)
+    caption = (
+        "Accuracy against MACs. Large signs: the runs; small points: their gated networks over tau; diamonds: dense."
+    )
+    if published:
+        caption += " Grey, by number: published by others (triangles pruned, squares conditional)."
     return Picture("trade_off", caption, figure, ("sweep", "result"))
+
+
+def _number_(axes: Any, published: Sequence[Published]) -> None:
+    """The numbers of published points; those that would lie on each other in one label."""
+    low, high = axes.get_ylim()
+    groups: list[list[int]] = []
+    for number, here in enumerate(published):
+        near = [
+            group
+            for group in groups
+            if any(
+                abs(here.macs_fraction - published[other].macs_fraction) < NEAR[0]
+                and abs(here.accuracy - published[other].accuracy) < NEAR[1] * (high - low)
+                for other in group
+            )
+        ]
+        groups = [group for group in groups if group not in near] + [[*(n for group in near for n in group), number]]
+    for group in groups:
+        first = min((published[number] for number in group), key=lambda each: each.macs_fraction)
+        axes.annotate(
+            _ranges([number + 1 for number in sorted(group)]), (first.macs_fraction, first.accuracy),
+            xytext=(-6, 0), textcoords="offset points", color=QUIET, fontsize=8, ha="right", va="center",
+        )  # fmt: skip
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 5 as "1–3, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _over_targets(studies: Sequence[Study]) -> list[list[tuple[float, float]]]:
+    """The ends of runs that differ in their target, in the order of their MACs."""
+    groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for study in studies:
+        if study.get("sweep"):
+            groups.setdefault((study["model"], study["data"], study["kind"]), []).append(_end(study))
+    return [sorted(ends) for ends in groups.values() if len(ends) > 1]
+
+
+def _end(study: Study) -> tuple[float, float]:
+    """Where a run has ended: its share of the MACs, and its accuracy in per cent."""
+    last = last_network(study["result"])
+    return study["result"]["macs_fraction"][last], 100 * study["result"]["accuracy"][last]
 
 
 def _floor(studies: Sequence[Study], published: Sequence[Published]) -> float:
     """The lowest accuracy worth showing: a tau at which nothing is left says little, and flattens the rest."""
-    best = [100 * study["result"]["accuracy"][_last(study)] for study in studies if study.get("result")]
-    return min([*best, *(each.accuracy for each in published)]) - 12
+    return min([*(_end(study)[1] for study in studies if study.get("sweep")), *(e.accuracy for e in published)]) - 12
 
 
-def _last(study: Study) -> str:
+def last_network(result: Mapping[str, Any]) -> str:
     """What a run ends with, as its result calls it."""
-    return next(name for name in ("cascade", "conditional", "shrunk") if name in study["result"]["accuracy"])
+    return next(name for name in ("cascade", "conditional", "shrunk", "dense") if name in result["accuracy"])
+
+
+def _legend(figure: Any, axes: Any, place: str = "outside lower center", most: int = 2) -> None:
+    """A legend beside the axes, in as many columns as its longest name leaves room for."""
+    handles, labels = axes.get_legend_handles_labels()
+    room = int(ROOM // (max(len(label) for label in labels) + 6))
+    figure.legend(handles, labels, loc=place, ncols=max(1, min(most, room, len(labels))))
 
 
 def latency(study: Study) -> Picture | None:
@@ -254,7 +336,7 @@ def latency(study: Study) -> Picture | None:
     axes.set_yticks(places, [f"{row['engine']}\nbatch {row['batch']}" for row in rows])
     axes.set_xlim(right=1.18 * max(max(pair) for pair in each))
     axes.set_xlabel("milliseconds an image")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    _legend(figure, axes, "outside upper right")
     return Picture(
         "latency", f"Milliseconds an image, interleaved; threads: {rows[0]['threads']}.", figure, ("latency",)
     )
@@ -266,13 +348,13 @@ def heatmap(study: Study) -> Picture | None:
     if not found or not found["gates"]:
         return None
     gates = len(found["gates"])
-    figure, axes = _new(min(1.4 + 0.13 * max(gates, 8), 6.5))
+    figure, axes = _new(min(1.4 + 0.13 * max(gates, 8), 10.0))
     image = axes.imshow(found["rates"], aspect="auto", cmap=HEAT, vmin=0, vmax=1, interpolation="nearest")
     axes.set_xticks(range(len(found["classes"])), found["classes"], rotation=90)
-    if gates <= 40:
-        axes.set_yticks(range(gates), found["gates"], fontsize=6)
+    if gates <= NAMED_GATES:
+        axes.set_yticks(range(gates), found["gates"], fontsize=7)
     else:
-        axes.set_ylabel(f"{gates} gates")
+        axes.set_ylabel(f"the {gates} most telling of {found['numbers']['deciding_gates']} gates that decide")
         axes.set_yticks([])
     bar = figure.colorbar(image, ax=axes, label="open for this share of the class", format=_percent)
     bar.outline.set_visible(False)
@@ -303,7 +385,7 @@ def exits(study: Study) -> Picture | None:
     lower.yaxis.set_major_formatter(_percent)
     lower.set_xticks(places, [row["name"] for row in rows])
     lower.set_xlim(-0.6, len(rows) - 0.4)
-    figure.legend(*lower.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    _legend(figure, lower)
     return Picture("exits", "Who leaves where, and how right the answers are.", figure, ("exits",))
 
 
@@ -315,14 +397,18 @@ def exits_by_class(study: Study) -> Picture | None:
     figure, axes = _new(2.8)
     shares = np.asarray(found["shares"])
     order = np.argsort(-shares[0], kind="stable")
+    named = len(order) <= NAMED_CLASSES
     below = np.zeros(len(order))
     for number, name in enumerate(found["exits"]):
         color = SERIES[number % len(SERIES)]
         axes.bar(range(len(order)), shares[number][order], bottom=below, color=color, width=0.8, label=name)
         below = below + shares[number][order]
-    axes.set_xticks(range(len(order)), [found["classes"][number] for number in order], rotation=90)
+    axes.set_xticks(
+        range(len(order)) if named else [], [found["classes"][n] for n in order] if named else [], rotation=90
+    )
+    axes.set_xlabel("" if named else f"{len(order)} classes")
     axes.yaxis.set_major_formatter(_percent)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=len(found["exits"]))
+    _legend(figure, axes, "outside upper center", len(found["exits"]))
     return Picture("exits_by_class", "At which exit the images of each class leave.", figure, ("exits_by_class",))
 
 
@@ -356,8 +442,8 @@ def pictures_of(study: Study) -> list[Picture]:
 # ------------------------------------------------------------------------------------------------------- giving
 
 
-def svg(picture: Picture, prefix: str) -> str:
-    """A figure as a part of a page: its colours are the page's, its names are its own."""
+def svg(picture: Picture, prefix: str, of: str = "") -> str:
+    """A figure as a part of a page: its colours are the page's, its names are its own; `of` says whose it is."""
     text = _rendered(picture, "svg").decode("utf-8")
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -366,10 +452,12 @@ def svg(picture: Picture, prefix: str) -> str:
     text = re.sub(r"font(-family)?: ([0-9.]+px )?[^;\"]*sans-serif", r"font\1: \2system-ui, sans-serif", text)
     for color, variable in VARIABLES.items():
         text = text.replace(color, f"var({variable})")
-    text = re.sub(r"-?[0-9]+\.[0-9]{3,}", lambda found: f"{float(found[0]):.2f}", text)
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"-?[0-9]+\.[0-9]{3,}", _short, tag[0]), text)
     size = re.search(r'width="([0-9.]+)pt" height="([0-9.]+)pt"', text)
     assert size is not None, "matplotlib gives its figures a size in points"
-    label = picture.caption.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    label = (
+        f"{of}{': ' if of else ''}{picture.caption}".replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    )
     return text.replace(size[0], f'role="img" aria-label="{label}" style="max-width:{float(size[1]) * 1.6:.0f}px"', 1)
 
 
@@ -397,8 +485,13 @@ def _percent(value: float, place: object = None) -> str:
     return f"{100 * value:.0f} %" if abs(100 * value - round(100 * value)) < 0.05 else f"{100 * value:.1f} %"
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float))
+def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    """Where a value of the log was a number, and which."""
+    return [(line["at"], line[name]) for line in lines if isinstance(line.get(name), (int, float))]
+
+
+def _short(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.2f}"
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

@@ -28,8 +28,10 @@ function moveTau(place) {
     const row = document.getElementById(`moved-${number}`);
     row.querySelector("[data-what=accuracy]").textContent = percent(point.accuracy, 2);
     row.querySelector("[data-what=macs]").textContent = percent(point.macs_fraction, 1);
-    row.querySelector("[data-what=milliseconds]").textContent = point.milliseconds.median_ms.toFixed(2);
-    document.getElementById("tau").textContent = "tau " + point.tau.toFixed(2);
+    const time = point.milliseconds ? point.milliseconds.median_ms.toFixed(2) : "";
+    row.querySelector("[data-what=milliseconds]").textContent = time;
+    document.getElementById("tau").textContent = point.tau.toFixed(2);
+    document.getElementById("slider").setAttribute("aria-valuetext", "tau " + point.tau.toFixed(2));
     study.sweep.forEach((_, each) => {
       const dot = document.getElementById(`trade_off-tau-${number}-${each}`);
       if (dot) dot.classList.toggle("now", each === place);

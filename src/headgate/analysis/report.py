@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import html
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from headgate.analysis.plots import Picture, Study, pictures_of, svg, trade_off
-from headgate.analysis.published import Published, published_for
+from headgate.analysis.plots import Picture, Study, last_network, pictures_of, svg, trade_off
+from headgate.analysis.published import Published, exits_published_for, published_for
 
 PLACES = {
     "training": "Training", "polarisation": "How sure the gates are", "layers": "Where the MACs went",
@@ -22,8 +23,10 @@ PLACES = {
     "classes": "What the gates tell of the class", "image_macs": "From image to image",
 }  # fmt: skip
 """Sections, in their order, by the name of their figure."""
+WHEN = {"trained": "Trained", "looked": "Looked at and timed"}
 KINDS = {"static": "pruned", "dynamic": "conditional", "exits": "early exit"}
-LAST = ("cascade", "conditional", "shrunk")
+TIMED = ("PyTorch", 1)
+"""Engine and batch of the speed-up in the table of runs."""
 
 
 def pictures(studies: Sequence[Study]) -> dict[str, list[Picture]]:
@@ -68,21 +71,25 @@ def provenance(study: Study) -> dict[str, Any]:
     """What every record says of how it came about."""
     result = study.get("result") or {}
     known = ("versions", "cpu", "threads", "processes", "measured_on", "images", "seconds")
-    return {"command": command(study), **{name: result[name] for name in known if name in result}}
+    trained = {name: result[name] for name in known if name in result}
+    return {"command": command(study), "trained": trained} | (
+        {"looked": study["looked"]} if "looked" in study else {}
+    )  # fmt: skip
 
 
 def command(study: Study) -> str:
-    """A command line that repeats the run."""
+    """A command line that repeats the run, where its files are at hand."""
     words = ["headgate", "train"]
     for name, value in study["recipe"].items():
+        flag = "--" + name.replace("_", "-")
         if name == "name":
             continue
-        flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             words.append(flag if value else "--no-" + flag[2:])
         else:
-            words += [flag, ",".join(value) if isinstance(value, (list, tuple)) else str(value)]
-    return " ".join(words)
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                words += [flag, str(each)]
+    return shlex.join(words)
 
 
 # ------------------------------------------------------------------------------------------------------ sections
@@ -90,6 +97,7 @@ def command(study: Study) -> str:
 
 def _summary(studies: Sequence[Study]) -> str:
     columns = ("run", "kind", "network", "dense", "after", "MACs left", "parameters", "speed-up", "training")
+    engine, batch = TIMED
     rows = []
     for study in studies:
         result = study.get("result")
@@ -97,10 +105,14 @@ def _summary(studies: Sequence[Study]) -> str:
         if result is None:
             rows.append([*cells, _cell("not finished"), *[_cell("")] * 5])
             continue
-        last = _last(result)
+        last = last_network(result)
         cells += [_share(result["accuracy"]["dense"], 2), _share(result["accuracy"][last], 2)]
-        cells += [_share(result["macs_fraction"][last], 1), _cell(f"{result['parameters'][last]:,}")]
-        speed = max((row["speed_up"] for row in study.get("latency", ())), default=None)
+        cells += [
+            _share(result["macs_fraction"][last], 1),
+            _cell(f"{result['parameters'][last]:,}", result["parameters"][last]),
+        ]
+        timed = [row for row in study.get("latency", ()) if (row["engine"], row["batch"]) == (engine, batch)]
+        speed = timed[0]["speed_up"] if timed else None
         cells += [_cell("" if speed is None else f"{speed:.2f}×", speed)]
         seconds = sum(result["seconds"].values())
         cells += [_cell(f"{seconds / 60:.1f} min", seconds)]
@@ -110,14 +122,16 @@ def _summary(studies: Sequence[Study]) -> str:
         for study in studies
         if study.get("result")
     }
-    note = f'<p class="quiet">Accuracy on {_text(" or ".join(sorted(told)))}, after the last epoch.</p>' if told else ""
-    return _section("Runs", note + _table(columns, rows))
+    where = f"Accuracy on {' or '.join(sorted(told))}, after the last epoch. " if told else ""
+    note = f'<p class="quiet">{_text(where)}Speed-up of {engine} at batch {batch}, over the dense network.</p>'
+    missing = [f"{study['name']}: {line}" for study in studies for line in study.get("notes", ())]
+    return _section("Runs", note + _table(columns, rows) + "".join(f"<p>{_text(line)}</p>" for line in missing))
 
 
 def _trade_off(studies: Sequence[Study], drawn: Sequence[Picture]) -> str:
     if not drawn:
         return ""
-    numbers = tuple(number for number, study in enumerate(studies) if study.get("result"))
+    numbers = tuple(number for number, study in enumerate(studies) if study.get("sweep"))
     rows = [
         f'<tr id="moved-{number}"><td>{_text(studies[number]["name"])}</td>'
         + "".join(f'<td data-what="{what}"></td>' for what in ("accuracy", "macs", "milliseconds"))
@@ -130,8 +144,9 @@ def _trade_off(studies: Sequence[Study], drawn: Sequence[Picture]) -> str:
         '<div class="slider"><label for="slider">tau</label>'
         f'<input type="range" id="slider" min="0" max="{most}" value="{most // 2}" step="1" aria-describedby="tau">'
         '<output id="tau" for="slider"></output></div>'
-        '<div class="scroll"><table><thead><tr><th>run</th><th>accuracy</th><th>MACs left</th><th>ms</th>'
-        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        '<div class="scroll"><table><thead><tr>'
+        + "".join(f'<th scope="col">{name}</th>' for name in ("run", "accuracy", "MACs left", "ms"))
+        + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         f'<p class="quiet">On {min(studies[number]["images"] for number in numbers):,} images; milliseconds an image, '
         "one at a time. A gate is open where p is above tau; at an exit, images leave where it is. Pruned runs are "
         "shown before tuning.</p>"
@@ -140,7 +155,7 @@ def _trade_off(studies: Sequence[Study], drawn: Sequence[Picture]) -> str:
     key = ""
     if published:
         items = "".join(
-            f"<li>{_text(each.who)}: {each.accuracy:.2f} % at {each.macs_fraction:.0%} of the MACs"
+            f"<li>{_text(each.who)}, {_text(each.model)}: {each.accuracy:.2f} % at {each.macs_fraction:.0%} of the MACs"
             + (f", from {each.dense_accuracy:.2f} %" if each.dense_accuracy is not None else "")
             + (", conditional" if each.conditional else "")
             + "</li>"
@@ -157,7 +172,7 @@ def _beside(name: str, study: Study) -> str:
     if name == "classes":
         return _words(study["classes"])
     if name == "exits":
-        return _exit_table(study["exits"])
+        return _exit_table(study)
     if name == "layers":
         rows = [
             [
@@ -183,7 +198,8 @@ def _words(found: Mapping[str, Any]) -> str:
     return f"<p>{_text(sentence)}</p>" + (f"<ul>{items}</ul>" if items else "")
 
 
-def _exit_table(found: Mapping[str, Any]) -> str:
+def _exit_table(study: Study) -> str:
+    found = study["exits"]
     rows = [
         [_cell(row["name"]), _share(row["share"], 1), _share(row["accuracy_of_all"], 2),
          _cell("") if row["accuracy_of_selected"] is None else _share(row["accuracy_of_selected"], 2)]
@@ -193,17 +209,28 @@ def _exit_table(found: Mapping[str, Any]) -> str:
         f"Together {100 * found['accuracy']:.2f} % at {100 * found['macs_fraction']:.1f} % of the MACs; "
         f"the last exit alone {100 * found['accuracy_of_last']:.2f} %. {found['images']:,} images."
     )
-    return _table(("exit", "leave here", "right, of all", "right, of these"), rows) + f"<p>{_text(sentence)}</p>"
+    text = _table(("exit", "leave here", "right, of all", "right, of these"), rows) + f"<p>{_text(sentence)}</p>"
+    for each in exits_published_for(study["model"], study["data"]):
+        told = "; ".join(
+            f"{name}: {share} % leave, {right} % right of all, {own} % of these"
+            for name, share, right, own in each.rows
+        )
+        text += (
+            f'<p class="quiet">{_text(each.who)} published {_text(told)}; together {each.accuracy:.2f} %, the last '
+            f"exit alone {each.accuracy_of_last:.2f} %.</p>"
+        )
+    return text
 
 
 def _examples(studies: Sequence[Study]) -> str:
     cards = []
-    for study in studies:
+    for number, study in enumerate(studies):
         names, dense = study.get("class_names", ()), (study.get("result") or {}).get("macs", {}).get("dense", 0)
         for what, rows in study.get("examples", {}).items():
             shown = "".join(_example(row, names, dense) for row in rows)
-            heading = f"{study['name']}: images that {what if what.split()[0] in ('leave', 'stay') else 'use ' + what}"
-            cards.append(f'<div class="card"><h3>{_text(heading)}</h3><div class="examples">{shown}</div></div>')
+            heading = f"<h3>{_text(study['name'])}: images that {_text(what)}</h3>"
+            record = _record((number,), ("image_macs",))
+            cards.append(f'<div class="card">{heading}<div class="examples">{shown}</div>{record}</div>')
     return _section("Images", "".join(cards), grid=True) if cards else ""
 
 
@@ -212,7 +239,8 @@ def _example(row: Mapping[str, Any], names: Sequence[str], dense_macs: float) ->
     if row["answer"] is None:
         told = f"{label}, wrong"
     else:
-        told = label if row["answer"] == row["label"] else f"{label}, taken for {names[row['answer']]}"
+        answer = names[row["answer"]] if row["answer"] < len(names) else f"output {row['answer']}"
+        told = label if row["answer"] == row["label"] else f"{label}, taken for {answer}"
     where = f", {row['exit']}" if "exit" in row else ""
     caption = f"{told}: {100 * row['macs'] / dense_macs:.0f} %{where}"
     return (
@@ -225,10 +253,11 @@ def _provenance(studies: Sequence[Study]) -> str:
     for number, study in enumerate(studies):
         told = provenance(study)
         lines = [f"<pre>{_text(told['command'])}</pre>"]
-        if "versions" in told:
-            versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
-            where = f"{told['cpu']}; threads: {told['threads']}; processes: {told['processes']}; {versions}"
-            lines.append(f'<p class="quiet">{_text(where)}</p>')
+        for when in ("trained", "looked"):
+            if told.get(when):
+                versions = ", ".join(f"{name} {version}" for name, version in told[when]["versions"].items())
+                where = f"{WHEN[when]} on {told[when]['cpu']}, threads: {told[when]['threads']}; {versions}"
+                lines.append(f'<p class="quiet">{_text(where)}</p>')
         cards.append(
             f'<div class="card"><h3>{_text(study["name"])}</h3>{"".join(lines)}'
             f"{_record((number,), ('recipe', 'result'))}</div>"
@@ -243,7 +272,7 @@ def _figure(picture: Picture, run: str | None, numbers: tuple[int, ...]) -> str:
     prefix = picture.name if run is None else f"{picture.name}-{numbers[0]}"
     heading = "" if run is None else f"<h3>{_text(run)}</h3>"
     caption = f'<p class="quiet">{_text(picture.caption)}</p>'
-    return heading + svg(picture, prefix) + caption + _record(numbers, picture.shows)
+    return heading + svg(picture, prefix, run or "") + caption + _record(numbers, picture.shows)
 
 
 def _record(numbers: Sequence[int], shows: Sequence[str]) -> str:
@@ -269,10 +298,6 @@ def _cell(text: str, value: float | None = None) -> str:
 
 def _share(value: float, digits: int) -> str:
     return f'<td data-value="{value:.6g}">{100 * value:.{digits}f}&nbsp;%</td>'
-
-
-def _last(result: Mapping[str, Any]) -> str:
-    return next(name for name in LAST if name in result["accuracy"])
 
 
 def _kept(study: Study) -> dict[str, Any]:

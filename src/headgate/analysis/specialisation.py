@@ -21,6 +21,8 @@ from headgate.errors import HeadgateError
 Floats = NDArray[np.float64]
 
 SHUFFLES = 20
+NAMED = 6
+"""Classes that a sentence names."""
 MOSTLY, HARDLY = 0.8, 0.2
 """A gate serves a class if it is open for more than this share of its images, and leaves it out below the other."""
 
@@ -30,20 +32,18 @@ class Specialisation:
     """Gates by classes."""
 
     rates_GC: Floats
-    """Share of a class's images for which a gate is open."""
+    """Share of a class's images for which a gate is open; NaN where a class has no images."""
+    deciding_G: NDArray[np.bool_]
+    """Whether a gate is open for some images and closed for others."""
     bits_G: Floats
     """Mutual information of each gate and the class."""
     shuffled_bits_G: Floats
     """The same with shuffled labels, the mean over some shuffles: what chance gives."""
     shuffled_most: float
     """The highest of all gates and shuffles."""
+    bits_of_class: float
+    """What there is to know of an image's class."""
     images: int
-
-    @property
-    def deciding_G(self) -> NDArray[np.bool_]:
-        """Gates that are open for some images and closed for others."""
-        counts = np.clip(self.rates_GC, 0, 1)
-        return np.asarray((counts.max(1) > 0) & (counts.min(1) < 1))
 
     @property
     def specialised_G(self) -> NDArray[np.bool_]:
@@ -60,7 +60,7 @@ class Specialisation:
             "mean_bits": float(self.bits_G[deciding].mean()) if some else 0.0,
             "mean_bits_shuffled": float(self.shuffled_bits_G[deciding].mean()) if some else 0.0,
             "most_bits": float(self.bits_G.max(initial=0.0)), "most_bits_shuffled": self.shuffled_most,
-            "bits_of_class": float(np.log2(self.rates_GC.shape[1])),
+            "bits_of_class": self.bits_of_class,
         }  # fmt: skip
 
 
@@ -77,9 +77,12 @@ def specialisation(
         [_bits(_open_GC(float_NG, randomness.permutation(labels_N), classes), counts_C) for _ in range(shuffles)]
     )
     open_GC = _open_GC(float_NG, labels_N, classes)
+    open_G, present_C = open_GC.sum(1), counts_C[counts_C > 0] / len(labels_N)
     return Specialisation(
-        open_GC / np.maximum(counts_C, 1), _bits(open_GC, counts_C), shuffled.mean(0), float(shuffled.max(initial=0)),
-        len(labels_N),
+        np.divide(open_GC, counts_C, out=np.full_like(open_GC, np.nan), where=counts_C > 0),
+        (open_G > 0) & (open_G < len(labels_N)),
+        _bits(open_GC, counts_C), shuffled.mean(0), float(shuffled.max(initial=0)),
+        float(-(present_C * np.log2(present_C)).sum()), len(labels_N),
     )  # fmt: skip
 
 
@@ -114,7 +117,10 @@ def order(rates_GC: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def in_words(rates_GC: Floats, bits_G: Floats, gate_names: Sequence[str], class_names: Sequence[str]) -> list[str]:
-    """A sentence for each gate, the most telling first: which classes it serves, and which it leaves out."""
+    """A sentence for each gate, the most telling first: which classes it serves, and which it leaves out.
+
+    Classes without images are to be left out before.
+    """
     return [
         f"{gate_names[gate]} ({bits_G[gate]:.2f} bits): {_sentence(rates_GC[gate], class_names)}"
         for gate in np.argsort(-bits_G, kind="stable")
@@ -130,9 +136,11 @@ def _sentence(rates_C: Floats, class_names: Sequence[str]) -> str:
         return (
             f"open for {rates_C[most]:.0%} of {class_names[most]}, down to {rates_C[least]:.0%} of {class_names[least]}"
         )
-    parts = [
-        f"{verb} " + ", ".join(f"{class_names[number]} ({rates_C[number]:.0%})" for number in numbers)
-        for verb, numbers in (("serves", serves), ("leaves out", leaves))
-        if numbers
-    ]
-    return "; ".join(parts)
+    told = (("serves", serves), ("leaves out", leaves))
+    return "; ".join(f"{verb} {_listed(numbers, rates_C, class_names)}" for verb, numbers in told if numbers)
+
+
+def _listed(numbers: Sequence[Any], rates_C: Floats, class_names: Sequence[str]) -> str:
+    """Some classes with their rates, and how many more there are."""
+    text = ", ".join(f"{class_names[number]} ({rates_C[number]:.0%})" for number in numbers[:NAMED])
+    return text + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")

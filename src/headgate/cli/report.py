@@ -33,8 +33,11 @@ def report(
     from headgate.training.study import Look, study
 
     with friendly_errors():
-        if images < 0 or rounds < 1:
-            raise HeadgateError("a report needs 0 (all) or more images, and at least one round of timings")
+        if images < 0 or rounds < 1 or threads < 0:
+            raise HeadgateError("a report needs 0 (all) or more images and threads, and at least one round of timings")
+        plots.check_installed()
+        if out.is_dir() or not out.resolve().parent.is_dir():
+            raise FileError(f"{out} can't be written: name a file in a folder that is there, with --out")
         again = [str(run) for run, times in Counter(run.resolve() for run in runs).items() if times > 1]
         if again:
             raise HeadgateError(f"{again[0]} is named twice: name every run once")
@@ -46,13 +49,14 @@ def report(
         named = _told_apart(found)
         try:
             write_text(out, pages.page(named, title))
+            typer.echo(f"wrote {out}")
+            if figures is not None:
+                for name, drawn in pages.pictures(named).items():
+                    for path in plots.write(drawn, figures, f"{name}-" if name else ""):
+                        typer.echo(f"wrote {path}")
         except OSError as error:
-            raise FileError(f"{out} can't be written ({error.strerror}): choose another place with --out") from error
-        typer.echo(f"wrote {out}")
-        if figures is not None:
-            for name, drawn in pages.pictures(named).items():
-                for path in plots.write(drawn, figures, f"{name}-" if name else ""):
-                    typer.echo(f"wrote {path}")
+            where = error.filename or out
+            raise FileError(f"{where} can't be written ({error.strerror}): choose another place") from error
 
 
 def _told_apart(studies: list[dict[str, object]]) -> list[dict[str, object]]:

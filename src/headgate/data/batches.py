@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headgate.errors import HeadgateError
 
-__all__ = ["NORMALIZATIONS", "CropAndFlip", "DataSet", "EpochPlan", "InMemory", "Normalization", "Split"]
+__all__ = ["NORMALIZATIONS", "CropAndFlip", "DataSet", "EpochPlan", "InMemory", "Normalization", "Part", "Split"]
 
 Batch = tuple[Tensor, Tensor]
 Pixels = NDArray[np.uint8]
@@ -74,6 +74,33 @@ class DataSet:
     def __post_init__(self) -> None:
         if not self.class_names:
             object.__setattr__(self, "class_names", tuple(str(number) for number in range(self.classes)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a split's images, taken evenly over it, as often as they are asked for; `images=0`: all of them.
+
+    The first images would not do: folders are read class by class.
+    """
+
+    split: Split
+    images: int = 0
+    batch_size: int = 256
+
+    @property
+    def stride(self) -> int:
+        return max(1, len(self.split) // self.images) if self.images else 1
+
+    def __len__(self) -> int:
+        return min(len(self.split), self.images or len(self.split))
+
+    def __iter__(self) -> Iterator[Batch]:
+        left = len(self)
+        for images, labels in self.split.eval_batches(self.batch_size, rank=0, processes=self.stride):
+            yield images[:left], labels[:left]
+            left -= len(labels)
+            if left <= 0:
+                return
 
 
 # The order of an epoch.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from headgate.analysis.measure import (
     timing_of,
     torch_threads,
 )  # fmt: skip
-from headgate.data.batches import Split
+from headgate.data.batches import Part, Split
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError, NotDecided
 from headgate.exits import ExitModel
@@ -48,9 +48,10 @@ def open_run(folder: Path, data_dir: str | None = None) -> tuple[Start, DataSet]
     """Where a run started from, and its data."""
     recipe = recipe_in(folder)
     if data_dir is not None:
-        recipe = replace(recipe, data_dir=data_dir)
-    data = data_of(recipe)
-    return start_of(recipe, data.shape), data
+        data = f"folder:{Path(data_dir).resolve()}" if recipe.data.startswith("folder:") else recipe.data
+        recipe = replace(recipe, data_dir=data_dir, data=data)
+    images = data_of(recipe)
+    return start_of(recipe, images.shape), images
 
 
 def _start(folder: Path) -> Start:
@@ -112,7 +113,7 @@ def evaluate(
     milliseconds: dict[str, float] = {}
     if sweep:
         moved = movable(folder, start, of)
-        points = moved.to(team.device).sweep_tau(Images(data.test), TAUS)
+        points = moved.to(team.device).sweep_tau(Part(data.test, batch_size=EVAL_BATCH), TAUS)
         rows = [(f"tau {point.tau:g}", point.accuracy, point.macs) for point in points]
         timings = sweep_milliseconds(moved.cpu(), data.test)
         milliseconds = {f"tau {tau:g}": timing.median_ms for tau, timing in timings.items()}
@@ -147,9 +148,19 @@ def sweep_milliseconds(
     net: GatedModel | ExitModel, split: Split, taus: Sequence[float] = TAUS, rounds: int = SWEEP_ROUNDS
 ) -> dict[float, Timing]:
     """What an image takes at each tau, one at a time: the mean over some images, interleaved over taus."""
-    images = next(iter(split.eval_batches(TIMED_IMAGES)))[0].split(1)
-    timings = time_interleaved(_at_taus(net, images, taus), rounds)
+    images = timed_images(split, TIMED_IMAGES).split(1)
+    before = list(net.taus) if isinstance(net, ExitModel) else []
+    try:
+        timings = time_interleaved(_at_taus(net, images, taus), rounds)
+    finally:
+        if isinstance(net, ExitModel):
+            net.taus = before
     return {tau: timing_of([ms / len(images) for ms in timings[f"{tau:g}"].samples_ms]) for tau in taus}
+
+
+def timed_images(split: Split, count: int) -> Tensor:
+    """Images to take the time of, from all over a split: what one takes depends on the image."""
+    return next(iter(Part(split, count, batch_size=count)))[0]
 
 
 def _at_taus(
@@ -158,7 +169,7 @@ def _at_taus(
     """For each tau a pass over images, one by one, with the network that it makes."""
     if isinstance(net, GatedModel) and net.dynamic is None:
         return {f"{tau:g}": _over(_small_at(net, tau), images) for tau in taus}
-    fast = net.compact(fold=False) if isinstance(net, GatedModel) else net
+    fast = net.compact(images[0], fold=False) if isinstance(net, GatedModel) else net
     run = _over(fast, images)
 
     def at(tau: float) -> Callable[[], None]:
@@ -189,16 +200,6 @@ def _with_generator(options: Mapping[str, Any], device: torch.device) -> dict[st
     if "seed" in given:
         given["generator"] = torch.Generator(device).manual_seed(given.pop("seed"))
     return given
-
-
-@dataclass(frozen=True)
-class Images:
-    """A split's images and labels, as often as they are asked for."""
-
-    split: Split
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(self.split.eval_batches(EVAL_BATCH))
 
 
 def shrink(
@@ -297,7 +298,9 @@ def _bench_conditional(
     rows = []
     with torch_threads(threads):
         for batch in batches:
-            images, _ = next(iter(data.test.eval_batches(max(batch, TIMED_IMAGES))))
+            if batch > len(data.test):
+                continue  # there are not as many images
+            images = timed_images(data.test, max(batch, TIMED_IMAGES))
             parts = [part for part in images.split(batch) if len(part) == batch]
             with torch.no_grad():
                 small(images)
