@@ -368,8 +368,11 @@ class ExitModel(nn.Module):
 
         `target` is the model's own if not given: one trained cascade serves many budgets.
         """
+        return self.calibrate_on(self.watch(loader, batches), target)
+
+    def calibrate_on(self, watched: Watched, target: float | str | None = None) -> ExitModel:
+        """The same with images that were watched."""
         share = self.target if target is None else parse_target(target, self.dense_macs)
-        watched = self.watch(loader, batches)
 
         def macs_at(tau: float) -> float:
             return float(self.macs_of(watched, [tau] * len(self.gates)).mean())
