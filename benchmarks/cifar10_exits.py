@@ -1,6 +1,6 @@
 """Early exit: who leaves where, how right they are, and does time fall as the MACs do?
 
-Takes the folder of a finished run with exits (such as `headgate train cifar10-densenet100-exits …`) and its test images.
+Takes the folder of a finished run with exits (such as `headgate train cifar10-densenet100-exits`) and its test images.
 Thresholds for other budgets are found on training images. Milliseconds of the cascade and of the plain network, image
 by image and in batches, are taken in turns on the same images, and stand beside the MACs of just these images. Trains
 nothing.
