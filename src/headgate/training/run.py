@@ -200,8 +200,8 @@ class Run:
 
     def _set_exits(self, exits: ExitModel, data: DataSet) -> None:
         """The thresholds at which the training images cost the target."""
-        exits.calibrate(calibration_batches(data.train, self.recipe), self.recipe.calibration_batches)
-        table = exits.table(calibration_batches(data.train, self.recipe), self.recipe.calibration_batches)
+        watched = exits.watch(calibration_batches(data.train, self.recipe), self.recipe.calibration_batches)
+        table = exits.calibrate_on(watched).table_of(watched)
         self._count_time("decide")
         values = {"target": exits.target, "cost_sampled": exits.budget.last_cost, "cost_decided": table.macs_fraction}
         self.journal.note("decided", {**values, "tau": exits.taus[0], "dense_macs": exits.dense_macs})
@@ -222,7 +222,13 @@ class Run:
             for name, file in NETWORKS.items()
             if name not in ("trained", "decided") and (self.folder / file).exists()
         }
-        found = {name: measured(net, data.test, self.team, start.example) for name, net in nets.items()}
+        cascade = nets.get("cascade")
+        table = cascade.table(data.test.eval_batches(EVAL_BATCH)) if isinstance(cascade, ExitModel) else None
+        found = {
+            name: measured(net, data.test, self.team, start.example) for name, net in nets.items() if net is not cascade
+        }
+        if table is not None:  # what leaving gives, for all exits at once
+            found["cascade"] = table.accuracy, table.macs
         macs = {name: needed for name, (_, needed) in found.items()}
         measured_on = "validation" if self.recipe.validation else "test"
         result = {
@@ -235,8 +241,7 @@ class Run:
             "processes": self.team.processes, "threads": torch.get_num_threads(),
             "versions": versions_of(PACKAGES), "cpu": cpu_model(),
         }  # fmt: skip
-        if isinstance(nets.get("cascade"), ExitModel):
-            table = nets["cascade"].table(data.test.eval_batches(EVAL_BATCH))  # type: ignore[operator]
+        if table is not None:
             result["exits"] = asdict(table)
         self.journal.note("end", {key: result[key] for key in ("accuracy", "macs_fraction", "seconds")})
         if self.team.main:
