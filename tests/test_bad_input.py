@@ -409,3 +409,38 @@ def test_an_empty_loader(loader: Any) -> None:
 def test_no_batches(batches: int) -> None:
     with pytest.raises(headgate.HeadgateError, match=f"batches={batches}"):
         gated_resnet().calibrate(LOADER, batches=batches)
+
+
+# ------------------------------------------------------------------------------------- what a first user tried
+
+
+def test_a_gated_model_is_not_gated_again() -> None:
+    with pytest.raises(headgate.ModelError, match="has gates already"):
+        headgate.gate(gated_resnet(), randn(2, *X))
+
+
+@pytest.mark.parametrize("target", [None, True, [0.5]])
+def test_a_target_that_is_no_number(target: Any) -> None:
+    with pytest.raises(headgate.TargetError, match="a share of the MACs such as 0.5"):
+        gated_resnet(target=target)
+
+
+def test_a_share_may_be_written_as_text_and_a_budget_in_macs() -> None:
+    assert gated_resnet(target="0.7").target == 0.7
+    macs = gated_resnet().dense_macs
+    text = f"{0.75 * macs / 1e3:.3f}K"
+    gated = gated_resnet(target=text, budget=Budget(text))  # type: ignore[arg-type]
+    assert gated.budget.target == gated.target == pytest.approx(0.75)
+
+
+def test_exits_that_make_no_sense() -> None:
+    for options, says in (
+        ({"at": ["layer1", "layer1"]}, "twice"),
+        ({"at": ["layer1"], "head": nn.Linear(3, 3)}, "every exit needs its own"),
+    ):
+        with pytest.raises(headgate.HeadgateError, match=says):
+            headgate.add_exits(resnet(), randn(1, *X), **options)  # type: ignore[arg-type]
+    exits = headgate.add_exits(resnet(), randn(1, *X), at=["layer1"])
+    with pytest.raises(headgate.HeadgateError, match=r"\(images, labels\)"):
+        exits.calibrate([randn(8, *X)])
+    assert "together" in str(exits.table(LOADER)) and "layer1" in str(exits.table(LOADER))

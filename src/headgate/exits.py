@@ -77,6 +77,18 @@ class ExitTable:
     macs_fraction: float
     images: int
 
+    def __str__(self) -> str:
+        """For people."""
+        lines = [f"{'exit':<24}{'leave here':>12}{'right, of all':>15}{'of these':>10}"]
+        for row in self.rows:
+            own = "" if row.accuracy_of_selected is None else f"{row.accuracy_of_selected:.2%}"
+            lines.append(f"{row.name:<24}{row.share:>12.1%}{row.accuracy_of_all:>15.2%}{own:>10}")
+        lines.append(
+            f"together {self.accuracy:.2%} at {self.macs_fraction:.1%} of the MACs; "
+            f"the last exit alone {self.accuracy_of_last:.2%}; {self.images:,} images"
+        )
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True)
 class Watched:
@@ -322,6 +334,8 @@ class ExitModel(nn.Module):
         wished, right, costs = [], [], []
         try:
             for batch in itertools.islice(loader, batches):
+                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                    raise HeadgateError("exits are judged by labels: give a loader of (images, labels)")
                 images, labels = batch[0].to(device), batch[1].to(device)
                 logits, wishes = self._watch((images,), {})
                 wished.append(torch.sigmoid(torch.stack(wishes, 1)).cpu())
@@ -477,6 +491,12 @@ def add_exits(
     """
     if isinstance(at, str) or not at:
         raise HeadgateError(f"at={at!r}: pass a list of module names, such as at=['layer1', 'layer2']")
+    if len(set(at)) < len(at):
+        raise HeadgateError(f"at={list(at)!r} names a module twice: name every exit once")
+    if isinstance(head, nn.Module):
+        raise HeadgateError(
+            "head is a module, but every exit needs its own: pass what makes one from (channels, classes)"
+        )
     if not 0 < initial_probability < 1:
         raise HeadgateError(f"initial_probability={initial_probability}: P(leave) at the start lies between 0 and 1")
     copied = _copied(model)
@@ -488,6 +508,8 @@ def add_exits(
         recorded, costs = traced_macs(copied, example_input)
     check_module_names(at, dict(network.named_modules()), "at")
     share = parse_target(target, sum(costs.values()))
+    if budget is not None and isinstance(budget.target, str):
+        budget.target = parse_target(budget.target, sum(costs.values()))
     if budget is not None and budget.target != share:
         raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
     spans = sorted((_span(recorded, name) for name in at), key=lambda span: span.last)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
-from headgate.errors import HeadgateError, NothingToGate, TargetError
+from headgate.errors import HeadgateError, ModelError, NothingToGate, TargetError
 from headgate.gated import GatedModel
 from headgate.gates.budget import Budget, parse_target
 from headgate.gates.dynamic import DynamicGates
@@ -55,6 +55,10 @@ def gate(
         raise HeadgateError(f'kind={kind!r}: gates are "static" or "dynamic"')
     settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
     check_model(model)
+    if any(isinstance(module, GatedModel) for module in model.modules()):
+        raise ModelError(
+            "the model has gates already: gate the model that was gated, `gated.model`, or its shrunk form"
+        )
     check_module_names(_names("static", static), dict(model.named_modules()), "static")
     graph = analyse(model, example_input, settings)
     if not graph.masks:
@@ -63,6 +67,8 @@ def gate(
         )
         raise NothingToGate(f"no channel of this model can be gated: {reasons}. `headgate inspect` shows every layer")
     share = parse_target(target, graph.dense_macs)
+    if budget is not None and isinstance(budget.target, str):
+        budget.target = parse_target(budget.target, graph.dense_macs)
     if budget is not None and budget.target != share:
         raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
     sites = find_sites(graph, static) if kind == "dynamic" else ()

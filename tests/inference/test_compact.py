@@ -211,8 +211,55 @@ def test_what_can_not_be_compact_is_told() -> None:
 def test_a_wrong_compact_network_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gated = opinionated(two_blocks, randn(1, 3, 8, 8))
     monkeypatch.setattr(compact_module, "fuse_conv_bn_weights", lambda w, b, *rest: (w, torch.zeros(len(w))))
-    with pytest.raises(ShrinkMismatch, match="differs"):
+    with pytest.raises(ShrinkMismatch, match="the compact network"):
         gated.compact()
+
+
+@pytest.mark.parametrize("wrong", ["output", "gates"])
+def test_nor_is_one_whose_gates_all_lie_at_the_threshold(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", target=0.9).eval()
+    gated.strategy(
+        "threshold", tau=float(gated.dynamic.networks[0].head.bias[0].detach().sigmoid())
+    )  # nothing learned yet
+    gated.compact()
+    if wrong == "output":
+        monkeypatch.setattr(compact_module.CompactModel, "forward", lambda self, x: self._quick(x) * 0 + 123)
+    else:
+        monkeypatch.setattr(compact_module, "threshold_logit", lambda tau: 1e9)
+    with pytest.raises(ShrinkMismatch, match="output that differs" if wrong == "output" else "decides other gates"):
+        (gated if wrong == "output" else gated.strategy("threshold", tau=0.4)).compact(fold=False)
+
+
+@pytest.mark.parametrize("tau", [0.0, 1.0, 1 - 1e-9])
+def test_gates_whose_p_is_0_or_1_in_float32_are_told_apart(tau: float) -> None:
+    gated = opinionated(two_blocks, randn(1, 3, 8, 8))
+    with torch.no_grad():
+        for parameter in gated.dynamic.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 8)
+    gated.strategy("threshold", tau=tau)
+    x = randn(8, 3, 8, 8) * 3
+    expected = gated(x)
+    p = torch.cat([part.flatten() for part in gated.gate_probabilities().values()])
+    assert float((p == 1).double().mean()) > 0.05
+    assert difference(expected, gated.compact()(x)) < CLOSE
+
+
+def test_outputs_of_any_form() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = two_blocks()
+            self.aux = nn.Conv2d(3, 5, 3)
+
+        def forward(self, x: torch.Tensor) -> dict[str, object]:
+            return {"logits": self.body(x), "more": (self.aux(x).mean((2, 3)),)}
+
+    gated = opinionated(Both, randn(1, 3, 8, 8))
+    x = randn(4, 3, 8, 8)
+    expected, found = gated(x), gated.compact()(x)
+    assert found.keys() == {"logits", "more"} and isinstance(found["more"], tuple)
+    assert difference(expected["logits"], found["logits"]) < CLOSE
+    assert difference(expected["more"][0], found["more"][0]) < CLOSE
 
 
 def test_the_plain_form_answers_the_same_in_onnx_too(tmp_path: Path) -> None:

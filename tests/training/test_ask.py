@@ -178,3 +178,14 @@ def test_a_dry_run_leaves_nothing_and_tells_time_and_memory(tmp_path: Path, monk
 def test_recipes_are_listed() -> None:
     assert "cifar10-resnet56-static" in ask("recipes")
     assert json.loads(ask("recipes", "--json"))["imagenet-resnet50-static"]["batch_size"] == 256
+
+
+def test_a_network_that_a_finished_run_does_not_have(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["evaluate", str(folder), "--of", "conditional", "--sweep-tau"])
+    assert result.exit_code == 1 and "it is finished, and has" in result.output and "--resume" not in result.output
+
+
+def test_places_that_are_not_there_are_told_before_the_work(folder: Path, tmp_path: Path) -> None:
+    for option in ("--out", "--onnx"):
+        result = CliRunner().invoke(app, ["shrink", str(folder), option, str(tmp_path / "no" / "file.onnx")])
+        assert result.exit_code == 1 and "there is no folder" in result.output

@@ -74,8 +74,13 @@ def shrink(
     if as_json:
         print_json(made)
         return
-    rows = [[name, str(size["macs"]), str(size["parameters"])] for name, size in made.items() if name != "files"]
-    print_table(str(run), ["network", "MACs", "parameters"], rows)
+    dense = made["dense"]["macs"]
+    rows = [
+        [name, f"{size['macs']:,}", f"{size['macs'] / dense:.1%}", f"{size['parameters']:,}"]
+        for name, size in made.items()
+        if name != "files"
+    ]
+    print_table(str(run), ["network", "MACs", "of dense", "parameters"], rows)
     typer.echo("\n".join(f"wrote {file}" for file in made["files"]) or f"it is in {run / 'small.safetensors'}")
 
 

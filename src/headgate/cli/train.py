@@ -103,14 +103,20 @@ def print_result(folder: Path, result: dict[str, Any]) -> None:
     """The table at the end of a run."""
     rows = [
         [
-            name, f"{result['accuracy'][name]:.2%}", f"{result['macs'][name]:,}",
+            name, f"{result['accuracy'][name]:.2%}", f"{result['macs'][name]:,.0f}",
             f"{result['macs_fraction'][name]:.2%}", f"{result['parameters'][name]:,}",
         ]
         for name in result["accuracy"]
     ]  # fmt: skip
     print_table(str(folder), ["network", f"{result['measured_on']} accuracy", "MACs", "of dense", "parameters"], rows)
     spent = ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items())
-    typer.echo(f"{spent}. Next: headgate shrink {folder} --onnx small.onnx; headgate bench {folder}")
+    run = shlex.quote(str(folder))
+    following = [f"headgate bench {run}", f"headgate report {run}"]
+    if "shrunk" in result["accuracy"]:
+        following.insert(0, f"headgate shrink {run} --onnx small.onnx")
+    elif len(result["accuracy"]) > 1:
+        following.insert(0, f"headgate evaluate {run} --sweep-tau")
+    typer.echo(f"{spent}. Next: {'; '.join(following)}")
 
 
 def recipes(as_json: Annotated[bool, typer.Option("--json", help="Print all fields as JSON.")] = False) -> None:

@@ -26,12 +26,15 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def parse_target(target: float | str, dense_macs: int) -> float:
-    """A target as a share of the dense network's MACs: 0.5, or "60M" multiply-adds an image."""
+    """A target as a share of the dense network's MACs: 0.5 (or "0.5"), or "60M" multiply-adds an image."""
+    if isinstance(target, bool) or not isinstance(target, (int, float, str)):
+        raise TargetError(f'target={target!r}: give a share of the MACs such as 0.5, or a number of them such as "60M"')
     if isinstance(target, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)\s*", target, re.IGNORECASE)
         if match is None:
             raise TargetError(f'target={target!r} is no number of MACs: write "60M", "1.5G", or a share such as 0.5')
-        share = float(match[1]) * UNITS[match[2].upper()] / dense_macs
+        number = float(match[1])
+        share = number if not match[2] and number <= 1 else number * UNITS[match[2].upper()] / dense_macs
         shown = f"target={target!r} is {share:.3g} of the network's {dense_macs:,} MACs"
     else:
         share = float(target)
@@ -46,6 +49,7 @@ class Budget:
     """A controller that pulls a cost to a target. All fields can be read, and changed, at any time."""
 
     target: float
+    """A share of the MACs; a number of them such as "60M" becomes one when a model is gated with it."""
     ramp_steps: int = 1000
     """Optimizer steps over which the target comes down from the cost at the start."""
     weight: float = 50.0

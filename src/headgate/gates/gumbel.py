@@ -11,6 +11,7 @@ Knows nothing of layers, masks or costs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,17 @@ from headgate.errors import HeadgateError
 Backward = Literal["probability", "sample"]
 SMALLEST = 1e-7
 """Uniform noise is clamped to [SMALLEST, 1 − SMALLEST]: logistic noise within ±16."""
+
+
+LOWEST_LOGIT = -100.0
+"""Below it no p differs from 0."""
+
+
+def threshold_logit(tau: float) -> float:
+    """p > tau, said of logits: these tell gates apart whose p is 1.0 in float32, too."""
+    if tau <= 0:
+        return LOWEST_LOGIT
+    return math.inf if tau >= 1 else max(math.log(tau / (1 - tau)), LOWEST_LOGIT)
 
 
 @dataclass(frozen=True)

@@ -62,23 +62,35 @@ def project(
     return decisions if round_to > 1 else _fill(cost, decisions, order[low:], target_macs)
 
 
-def meet_with_tau(macs_at: Callable[[float], float], target_macs: float, steps: int = 14) -> float:
-    """The lowest threshold at which gates that depend on the input cost at most the target, to 2^-steps.
+FARTHEST_LOGIT = 30.0
+"""Thresholds are sought between its sigmoid and that of its opposite."""
+
+
+def meet_with_tau(macs_at: Callable[[float], float], target_macs: float, steps: int = 16) -> float:
+    """The lowest threshold at which gates that depend on the input cost at most the target, to 2^-steps of the logits.
 
     The cost hardly ever rises with the threshold; where it does, a threshold that was seen to meet the target counts.
     """
-    low, high = 0.0, 1.0
-    if macs_at(low) <= target_macs:
-        return low
+    high = 1.0
+    if macs_at(0.0) <= target_macs:
+        return 0.0
     if (floor := macs_at(high)) > target_macs:
         raise TargetError(
             f"the target of {target_macs:,.0f} MACs can't be reached: with all gates closed that may close it costs "
             f"{floor:,.0f}. Choose a higher target, or freeze less"
         )
+    left, right = -FARTHEST_LOGIT, FARTHEST_LOGIT
     for _ in range(steps):
-        middle = (low + high) / 2
-        low, high = (low, middle) if macs_at(middle) <= target_macs else (middle, high)
+        middle = (left + right) / 2
+        if macs_at(_sigmoid(middle)) <= target_macs:
+            right, high = middle, _sigmoid(middle)
+        else:
+            left = middle
     return high
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit))
 
 
 def _unreachable(cost: Cost, least: Decisions, target_macs: int) -> str:

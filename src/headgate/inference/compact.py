@@ -28,6 +28,7 @@ from headgate.errors import HeadgateError
 from headgate.gates.cost import dead_branches
 from headgate.gates.draws import spread
 from headgate.gates.dynamic import DynamicGates, GateNetwork, pooled
+from headgate.gates.gumbel import LOWEST_LOGIT, threshold_logit
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, CostItem, Decisions
 from headgate.graph.plan import make_plan
 from headgate.graph.relayout import dense_name
@@ -44,8 +45,6 @@ MEASURED_ROUNDS = 4
 DENSE_GAIN = 0.9
 """A layer is computed densely where that takes less than this share of the kernel's time."""
 QUICKER = "quicker than the kernel here"
-LOWEST_LOGIT = -100.0
-"""Below every threshold: a gate that is closed for good stays closed at tau = 0."""
 
 
 # ---------------------------------------------------------------------------------------------------- constants
@@ -60,7 +59,7 @@ def gates_over_all_images(
     for site, network in zip(dynamic.sites, dynamic.networks, strict=True):
         assert isinstance(network, GateNetwork)
         weight, bias = network.head.weight.detach(), network.head.bias.detach()
-        above = bias > _logit(tau)
+        above = bias > threshold_logit(tau)
         lowers, raises = (weight <= 0).all(1), (weight >= 0).all(1)
         told = torch.where(above & raises, ALWAYS, torch.where(~above & lowers, NEVER, DEPENDS)).cpu().numpy()
         if not fold:
@@ -73,12 +72,6 @@ def gates_over_all_images(
                 fate[mask.gates] = DEPENDS  # one of them is opened, and which depends on the image
             start += mask.size
     return fate
-
-
-def _logit(tau: float) -> float:
-    if tau <= 0:
-        return LOWEST_LOGIT
-    return math.inf if tau >= 1 else max(math.log(tau / (1 - tau)), LOWEST_LOGIT)
 
 
 def _left_after_folding(graph: ChannelGraph, fate: NDArray[np.int8]) -> Decisions:
@@ -105,11 +98,13 @@ class GateSite(nn.Module):
         masks = [graph.masks[number] for number in site.masks]
         numbers = np.concatenate([np.arange(mask.first, mask.gates.stop) for mask in masks])
         kept = left[numbers]
+        self.numbers = numbers[kept]
+        """Of its gates, among all gates of the network."""
         norm = network.norm
         assert norm.running_mean is not None and norm.running_var is not None
         scale = norm.weight.detach() * (norm.running_var + norm.eps).rsqrt()
         weight, bias = network.head.weight.detach().clone(), network.head.bias.detach().clone()
-        for value, told in ((LOWEST_LOGIT * 2, NEVER), (math.inf, ALWAYS)):
+        for value, told in ((LOWEST_LOGIT * 2, NEVER), (math.inf, ALWAYS)):  # closed for good at tau = 0, too
             rows = torch.from_numpy(fate[numbers] == told)
             weight[rows], bias[rows] = 0.0, value
         index = torch.from_numpy(np.flatnonzero(kept))
@@ -605,8 +600,11 @@ def _conv_arguments(node: fx.Node) -> tuple[Any, Any, Any, Any, Any, Any, int]:
 class CompactModel(nn.Module):
     """A network that evaluates its gates and computes only what is open, image by image. For inference."""
 
-    def __init__(self, program: fx.GraphModule, report: Report, tau: float, folded: bool) -> None:
+    def __init__(
+        self, program: fx.GraphModule, report: Report, tau: float, folded: bool, fate: NDArray[np.int8]
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._fate = fate
         self.folded = folded
         """Whether some gates that depend on the image are folded away: their say is that of the tau they had."""
         self.program = program
@@ -630,7 +628,7 @@ class CompactModel(nn.Module):
         self._tau = tau
         for module in self.program.modules():
             if isinstance(module, GateSite):
-                module.threshold = _logit(tau)
+                module.threshold = threshold_logit(tau)
 
     def in_plain_operators(self) -> nn.Module:
         """The same network in PyTorch's own operators, which computes everything and masks: for export to ONNX."""
@@ -682,6 +680,22 @@ class CompactModel(nn.Module):
         reasons |= {conv.layer: QUICKER for conv in convs if conv.dense}
         self.report = Report(tuple(conv.layer for conv in convs if not conv.dense), reasons)
 
+    def watched(self, images: Tensor) -> tuple[Any, Tensor]:
+        """What it returns, and which gates were open for which image; those of branches that died are all closed."""
+        gates_BG = torch.from_numpy(self._fate == ALWAYS).repeat(len(images), 1)
+
+        def note(site: nn.Module, args: Any, masks: list[Tensor]) -> None:
+            assert isinstance(site, GateSite)
+            gates_BG[:, torch.from_numpy(site.numbers)] = torch.cat(masks, 1).bool().cpu()
+
+        sites = [module for module in self._quick.modules() if isinstance(module, GateSite)]
+        hooks = [site.register_forward_hook(note) for site in sites]
+        try:
+            return self(images), gates_BG
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def forward(self, *args: Any) -> Any:
         """What the gated network returns in eval mode."""
         with torch.no_grad():
@@ -694,6 +708,23 @@ class CompactModel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"tau={self.tau:g}, {len(self.report.fast)} layers by the kernel, {len(self.report.dense)} dense"
+
+
+def decided_otherwise(given_BN: Tensor, above_BN: Tensor, sure_BN: Tensor, sizes: list[int]) -> bool:
+    """Whether gates were decided in a way that rounding can't explain: `given` by the compact network, `above` the
+    threshold in the gated one, and `sure` where it is not a close decision; masks of the given sizes side by side.
+
+    A mask whose gates are all below the threshold may have had its likeliest one opened. A mask that is all closed
+    though some of its gates are above needs another one, of the same site, that has none: their branch has died.
+    """
+    masks = list(zip(*(each.split(sizes, 1) for each in (given_BN, above_BN, sure_BN)), strict=True))
+    for given, above, sure in masks:
+        heard = given.any(1) & above.any(1)
+        if bool(((given != above) & sure)[heard].any()):
+            return True
+    closed_BM = torch.stack([~given.any(1) for given, _, _ in masks], 1)
+    surely_BM = torch.stack([(above & sure).any(1) for _, above, sure in masks], 1)
+    return bool((closed_BM.any(1) & ~(closed_BM & ~surely_BM).any(1)).any())
 
 
 def _kept(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -752,7 +783,7 @@ def compact(
     program = _exported(net, example)
     lowering = _Lowering(program, graph, left, fate, dynamic)
     lowering.carry_out()
-    return CompactModel(program, Report(tuple(dict.fromkeys(lowering.fast)), lowering.dense), tau, folded)
+    return CompactModel(program, Report(tuple(dict.fromkeys(lowering.fast)), lowering.dense), tau, folded, fate)
 
 
 def _exported(net: nn.Module, example: Tensor) -> fx.GraphModule:

@@ -7,6 +7,7 @@ is told to write there.
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -66,7 +67,13 @@ def network(folder: Path, name: str, start: Start) -> nn.Module:
     """One network of a run's folder."""
     path = folder / NETWORKS[name]
     if not path.is_file():
-        raise FileError(f"{folder} has no {NETWORKS[name]} yet: finish the run with `headgate train --resume {folder}`")
+        there = [known for known, file in NETWORKS.items() if (folder / file).is_file()]
+        remedy = (
+            f"it is finished, and has {', '.join(there)}"
+            if (folder / RESULT).is_file()
+            else f"finish the run with `headgate train --resume {shlex.quote(str(folder))}`"
+        )
+        raise FileError(f"{folder} has no {NETWORKS[name]}: {remedy}")
     return load(path, start.architecture())
 
 
@@ -210,10 +217,14 @@ def shrink(
     A conditional network has no smaller form that is a file of its own: it can be written as ONNX, which computes
     everything and masks.
     """
+    for path in (out, onnx):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise FileError(f"{path} can't be written: there is no folder {path.parent}")
     start = _start(folder)
     if start.recipe.exits:
         raise HeadgateError(
-            f"{folder} has exits, and nothing to shrink: use headgate.load(…/cascade.safetensors, model)"
+            f"{folder} has exits, and nothing to shrink: "
+            f"use headgate.load({str(folder / NETWORKS['cascade'])!r}, model)"
         )
     if start.recipe.kind == "dynamic":
         return _write_conditional(folder, start, out, onnx, round_to > 1 or fold_batchnorm)

@@ -109,7 +109,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("dense_epochs", "gate_epochs", "tune_epochs", "validation", "workers", "prime_batches"):
-            _check(getattr(self, name) >= 0, self, name, "it can't be negative")
+            _check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in ("batch_size", "step_epochs", "round_to", "calibration_batches"):
             _check(getattr(self, name) >= 1, self, name, "at least 1")
         _check(self.seed >= 0, self, "seed", "0 or more")

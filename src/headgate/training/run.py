@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -344,7 +345,7 @@ def create_folder(folder: Path, recipe: Recipe) -> None:
         going = (folder / RECIPE).exists()
         raise FileError(
             f"{folder} is not empty: "
-            + (f"go on with that run by `headgate train --resume {folder}`, or " if going else "")
+            + (f"go on with that run by `headgate train --resume {shlex.quote(str(folder))}`, or " if going else "")
             + "choose another folder with --out"
         )
     folder.mkdir(parents=True, exist_ok=True)
