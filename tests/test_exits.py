@@ -160,6 +160,25 @@ def test_training_draws_one_exit_an_image_and_teaches_the_gates() -> None:
     assert exits.macs() < exits.dense_macs * 1.1
 
 
+def test_a_model_that_does_not_learn_stays_as_it_is() -> None:
+    exits = cascade(train_model=False, budget=Budget(0.7, ramp_steps=5))
+    before = {name: value.clone() for name, value in exits.model.state_dict().items()}
+    heads = exits.heads[0].fc.weight.detach().clone()
+    groups = exits.param_groups(lr=0.1, weight_decay=1e-4, gate_lr=0.05, classifier_scale=2.0)
+    assert [(group["name"], group["lr"]) for group in groups] == [("classifiers", 0.2), ("gates", 0.05)]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    for x, y in data(4):
+        loss = F.cross_entropy(exits.train()(x), y) + exits.cost_loss() + exits.classifier_loss(y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(value, before[name]) for name, value in exits.model.state_dict().items())
+    assert not torch.equal(exits.heads[0].fc.weight, heads) and exits.training and not exits.model.training
+    watched = exits.eval().watch(data(1))
+    expected = (dense_net().eval()(data(1)[0][0]).argmax(1) == data(1)[0][1]).tolist()
+    assert watched.right_NK[:, -1].tolist() == expected
+
+
 def test_training_reaches_the_target_and_calibration_meets_it() -> None:
     torch.manual_seed(0)
     target = 0.88  # the first block alone is three quarters of this network

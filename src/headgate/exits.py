@@ -164,6 +164,8 @@ class ExitModel(nn.Module):
         self.example_shape = tuple(example_shape)
         self._segments = tuple(segments)
         self._head_macs = tuple(head_macs)
+        self.train_model = True
+        """Whether the model itself learns, too; if not, it stays in eval mode and no gradient is made for it."""
         self.taus = [0.5] * len(heads)
         """An image leaves where its gate's probability is above."""
         self._pass: _Watching | _Leaving | None = None
@@ -192,6 +194,13 @@ class ExitModel(nn.Module):
         return logits[:, 0]
 
     # ------------------------------------------------------------------------------------------------ running
+
+    def train(self, mode: bool = True) -> ExitModel:
+        """Train mode, or eval mode; a model that does not learn stays as it is."""
+        super().train(mode)
+        if not self.train_model:
+            self.model.eval()
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Class scores: of the exit that each image takes."""
@@ -311,17 +320,27 @@ class ExitModel(nn.Module):
         inner = self.model.gate_parameters() if isinstance(self.model, GatedModel) else []
         return [*self.gates.parameters(), *inner]
 
-    def param_groups(self, lr: float, weight_decay: float = 0.0, gate_lr: float | None = None) -> list[dict[str, Any]]:
-        """Optimizer groups: weights and classifiers, and gates."""
-        gates = {id(parameter) for parameter in self.gate_parameters()}
-        weights = [p for p in self.parameters() if p.requires_grad and id(p) not in gates]
-        return [
+    def param_groups(
+        self, lr: float, weight_decay: float = 0.0, gate_lr: float | None = None, classifier_scale: float = 1.0
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Optimizer groups: the model's weights, the exits' classifiers (which start from nothing and may want to learn
+        `classifier_scale` times as fast), and gates."""
+        gates = [parameter for parameter in self.gate_parameters() if parameter.requires_grad]
+        apart = {id(parameter) for parameter in (*self.gate_parameters(), *self.heads.parameters())}
+        weights = [p for p in self.parameters() if p.requires_grad and id(p) not in apart]
+        heads = list(self.heads.parameters())
+        groups = [
             {"params": weights, "lr": lr, "weight_decay": weight_decay, "name": "weights"},
             {
-                "params": self.gate_parameters(), "lr": lr if gate_lr is None else gate_lr,
-                "weight_decay": weight_decay, "name": "gates",
+                "params": heads, "lr": lr * classifier_scale, "weight_decay": weight_decay, "name": "classifiers",
+                "lr_scale": classifier_scale,
+            },
+            {
+                "params": gates, "lr": lr if gate_lr is None else gate_lr, "weight_decay": weight_decay,
+                "name": "gates",
             },
         ]  # fmt: skip
+        return [group for group in groups if group["params"]]
 
     # -------------------------------------------------------------------------------------------------- using
 
@@ -482,12 +501,14 @@ def add_exits(
     budget: Budget | None = None,
     classifier_weight: float = 1.0,
     initial_probability: float = LEAVES_AT_FIRST,
+    train_model: bool = True,
 ) -> ExitModel:
     """Put an intermediate classifier and a gate behind the modules `at`. The model itself is not changed.
 
     The model may be plain, shrunk, or gated (then the cost of the cascade counts what its channels' gates leave). Each
     cut must be the only way through: what comes after it reads its output and nothing computed before. `head` makes a
-    classifier from (channels, classes); `target` is a share of the whole model's MACs, or a number such as "60M".
+    classifier from (channels, classes); `target` is a share of the whole model's MACs, or a number such as "60M". With
+    `train_model=False` only classifiers and gates learn, and the last exit answers as the model always did.
     """
     if isinstance(at, str) or not at:
         raise HeadgateError(f"at={at!r}: pass a list of module names, such as at=['layer1', 'layer2']")
@@ -527,6 +548,9 @@ def add_exits(
         copied, [span.name for span in spans], heads, [gate.to(device) for gate in gates], head_macs,
         _segments(recorded, costs, spans), share, budget, classifier_weight, example_input.shape,
     )  # fmt: skip
+    made.train_model = train_model
+    if not train_model:
+        made.model.requires_grad_(False)
     return made.train()
 
 

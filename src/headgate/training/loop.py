@@ -126,7 +126,9 @@ def _compiled(net: nn.Module) -> nn.Module:
 def make_optimizer(net: nn.Module, name: PhaseName, recipe: Recipe) -> Optimizer:
     """SGD over the weights, and over the gates with their own rate and decay."""
     lr = recipe.lr(name, 0, 1)
-    if isinstance(net, (GatedModel, ExitModel)):
+    if isinstance(net, ExitModel):
+        groups = net.param_groups(lr, recipe.weight_decay, recipe.gate_lr, recipe.classifier_scale)
+    elif isinstance(net, GatedModel):
         groups = net.param_groups(lr=lr, weight_decay=recipe.weight_decay, gate_lr=recipe.gate_lr)
     else:
         weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
@@ -243,7 +245,7 @@ def _gate_values(gated: GatedModel | ExitModel | None, step: int) -> dict[str, f
 def _set_lr_(optimizer: Optimizer, lr: float) -> float:
     for group in optimizer.param_groups:
         if group.get("name") != "gates":
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
     return lr
 
 

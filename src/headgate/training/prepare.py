@@ -76,8 +76,9 @@ def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> G
     )
     if recipe.exits:
         return add_exits(
-            model, example, recipe.exits, target=share, budget=budget, classifier_weight=recipe.classifier_weight
-        )
+            model, example, recipe.exits, target=share, budget=budget, classifier_weight=recipe.classifier_weight,
+            train_model=recipe.train_model,
+        )  # fmt: skip
     options: dict[str, Any] = {
         "kind": recipe.kind, "granularity": granularity, "loss": recipe.loss, "static": recipe.static,
         "stream": None if recipe.stream == "auto" else recipe.stream,

@@ -65,6 +65,8 @@ class Recipe:
     stream: str = about("shared: gates tied along a stream; indexed: masks of their own; auto: by kind.", "auto")
     exits: tuple[str, ...] = about("Modules behind which images can leave early; no channel has a gate then.", ())
     classifier_weight: float = about("Of all exits' classifiers on all images, in the loss.", 1.0)
+    classifier_scale: float = about("Their learning rate, times that of the weights: they start from nothing.", 1.0)
+    train_model: bool = about("With exits: whether the network learns too, or only classifiers and gates.", True)
     frozen: tuple[str, ...] = about("Modules to leave alone.", ())
     static: tuple[str, ...] = about("Modules whose gates stay static where the kind is dynamic.", ())
     loss: str = about("Cost loss: macs, activation or per_gate.", "macs")
@@ -120,7 +122,8 @@ class Recipe:
         for name in ("ramp", "distill", "squeeze_below", "label_smoothing"):
             _check(0 <= getattr(self, name) <= 1, self, name, "a share, from 0 to 1")
         _check(not (self.exits and self.tune_epochs), self, "tune_epochs", "0 with exits: nothing is shrunk")
-        _check(self.classifier_weight >= 0, self, "classifier_weight", "0 or more")
+        for name in ("classifier_weight", "classifier_scale"):
+            _check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in ("dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay", "prime_spread"):
             value = getattr(self, name)
             _check(math.isfinite(value) and value >= 0, self, name, "a number from 0 on")
