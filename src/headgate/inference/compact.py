@@ -14,7 +14,8 @@ import math
 import operator
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -632,8 +633,9 @@ class CompactModel(nn.Module):
 
     def in_plain_operators(self) -> nn.Module:
         """The same network in PyTorch's own operators, which computes everything and masks: for export to ONNX."""
-        graph = copy.deepcopy(self.program.graph)
-        twin = fx.GraphModule(copy.deepcopy(self.program), graph)
+        with _without_torchs_own_warnings():
+            graph = copy.deepcopy(self.program.graph)
+            twin = fx.GraphModule(copy.deepcopy(self.program), graph)
         order = {node: place for place, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             in_place = node.target is torch.ops.headgate.masked_conv2d_add_.default
@@ -742,9 +744,18 @@ def _seconds(call: Callable[..., Any], given: tuple[Any, ...]) -> float:
     return min(times)
 
 
+@contextmanager
+def _without_torchs_own_warnings() -> Iterator[None]:
+    """Copying a graph makes torch warn about its own code."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        yield
+
+
 def _prepared(program: fx.GraphModule) -> fx.GraphModule:
     """The same program, sharing its tensors, with calls of the kernel that have everything prepared."""
-    graph = copy.deepcopy(program.graph)
+    with _without_torchs_own_warnings():
+        graph = copy.deepcopy(program.graph)
     quick = fx.GraphModule(program, graph)
     for node in list(graph.nodes):
         in_place = node.target is torch.ops.headgate.masked_conv2d_add_.default
