@@ -292,3 +292,16 @@ def test_compact_networks_can_be_exported_and_compiled() -> None:
     x = randn(2, 3, 8, 8, seed=8)
     exported = torch.export.export(fast.program, (x,), strict=False).module()
     assert difference(fast(x), exported(x)) < CLOSE
+
+
+def test_gates_look_at_what_a_layer_is_given_not_at_what_it_makes_of_it_by_padding() -> None:
+    case = NETWORKS["circular padding and dilation"]
+    gated = opinionated(case.make, example(case)[0])
+    fast = gated.compact(fold=False)
+    padded = next(
+        node for node in fast.program.graph.nodes if node.op == "call_module" and "gate_site_1" in node.target
+    )
+    x = randn(4, *case.inputs[0])
+    _, gates_BG = fast.watched(x)
+    gated(x)
+    assert torch.equal(gates_BG, gated.seen().gates_BG) and "pad" not in padded.args[0].name

@@ -12,7 +12,7 @@ from headgate.analysis.report import page
 from headgate.training.study import Look, study
 from tests.training.runs import run
 
-LOOK = Look(rounds=1, batches=(1, 4), threads=1)
+LOOK = Look(rounds=1, threads=1)
 RUNS: dict[str, dict[str, Any]] = {
     "pruned": {},
     "conditional": {"kind": "dynamic"},

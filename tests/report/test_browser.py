@@ -135,6 +135,7 @@ def test_every_figure_opens_its_record(browser: Browser, report_file: Path) -> N
     assert records.count() >= page.locator("svg").count()
     for number in range(records.count()):
         records.nth(number).locator("summary").click()
+        records.nth(number).locator("pre:not(:empty)").wait_for()
         text = records.nth(number).locator("pre").text_content() or ""
         assert '"command": "headgate train' in text and "undefined" not in text and '"versions"' in text
     assert said == []

@@ -188,7 +188,7 @@ def test_no_folder_of_this_machine_is_told(text: str, folders: dict[str, Path]) 
 def test_the_command_line_writes_page_and_figures(folders: dict[str, Path], tmp_path: Path) -> None:
     copies = [str(shutil.copytree(folders[name], tmp_path / name)) for name in ("pruned", "early")]
     words = ["report", *copies, "-o", str(tmp_path / "r.html")]
-    words += ["--figures", str(tmp_path / "figures"), "--images", "60", "--rounds", "1", "--threads", "1"]
+    words += ["--figures", str(tmp_path / "figures"), "--rounds", "1", "--threads", "1"]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "pruned" in (tmp_path / "r.html").read_text(encoding="utf-8")

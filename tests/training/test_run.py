@@ -63,7 +63,7 @@ def test_a_run_learns(whole: Path) -> None:
 def test_the_log_tells_the_whole_story(whole: Path) -> None:
     lines = read_log(whole / "log.jsonl")
     kinds = [line["kind"] for line in lines if line["kind"] != "step"]
-    assert kinds == ["start", "epoch", "epoch", "epoch", "decided", "epoch", "end"]
+    assert kinds == ["start", "epoch", "epoch", "gates", "epoch", "gates", "decided", "epoch", "end"]
     gates = [line for line in lines if line["kind"] == "epoch" and line["phase"] == "gates"]
     assert {"loss", "accuracy", "cost", "cost_decided", "polarised", "goal"} <= gates[-1].keys()
 

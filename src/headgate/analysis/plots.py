@@ -146,6 +146,8 @@ def polarisation(study: Study) -> Picture | None:
     shares = _points(study["log"]["epochs"], "polarised")
     if not history and not final:
         return None
+    if len(shares) < 2:
+        shares = []  # one point is no curve
     figure, axes = _new(4.0 if shares else 2.4, 2 if shares else 1)
     upper = axes[0] if shares else axes
     if history and len(history) > 1:
@@ -348,7 +350,7 @@ def heatmap(study: Study) -> Picture | None:
     if not found or not found["gates"]:
         return None
     gates = len(found["gates"])
-    figure, axes = _new(min(1.4 + 0.13 * max(gates, 8), 10.0))
+    figure, axes = _new(min(1.6 + 0.13 * max(gates, 8), 10.0))
     image = axes.imshow(found["rates"], aspect="auto", cmap=HEAT, vmin=0, vmax=1, interpolation="nearest")
     axes.set_xticks(range(len(found["classes"])), found["classes"], rotation=90)
     if gates <= NAMED_GATES:
@@ -356,7 +358,7 @@ def heatmap(study: Study) -> Picture | None:
     else:
         axes.set_ylabel(f"the {gates} most telling of {found['numbers']['deciding_gates']} gates that decide")
         axes.set_yticks([])
-    bar = figure.colorbar(image, ax=axes, label="open for this share of the class", format=_percent)
+    bar = figure.colorbar(image, ax=axes, label="open for", format=_percent)
     bar.outline.set_visible(False)
     return Picture(
         "classes", "Which gates open for which classes, ordered so that specialisation shows.", figure, ("classes",)

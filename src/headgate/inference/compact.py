@@ -276,9 +276,17 @@ class _Lowering:
             self.program.add_submodule(name, GateSite(network, site, self.graph, self.fate, self.left))
             arriving = self._mask(self._left(site.reads))
             with self.ops.inserting_before(node):
-                decided = self.ops.call_module(name, (node.args[0], arriving))
+                decided = self.ops.call_module(name, (self._arriving_at(site.layer, node), arriving))
                 for place, mask in enumerate(site.masks):
                     self.parts[mask] = self.ops.call_function(operator.getitem, (decided, place))
+
+    def _arriving_at(self, layer: str, node: fx.Node) -> Any:
+        """What the layer is given: its call may read something that the layer itself has made of it, by padding."""
+        inside = set(self.nodes_of[layer])
+        if node.args[0] not in inside:
+            return node.args[0]
+        given = [each for made in self.nodes_of[layer] for each in made.all_input_nodes if each not in inside]
+        return next(each for each in given if each.op != "get_attr")
 
     def _constant(self, name: str, value: Tensor) -> fx.Node:
         self.program.register_buffer(name, value, persistent=False)
