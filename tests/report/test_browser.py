@@ -14,10 +14,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from headgate.analysis.report import page as page_of
 
 CHOSEN = os.environ.get("HEADGATE_BROWSER")
-pytestmark = [
-    pytest.mark.xdist_group("report"),
-    pytest.mark.skipif(CHOSEN == "none", reason="HEADGATE_BROWSER=none"),
-]
+pytestmark = pytest.mark.skipif(CHOSEN == "none", reason="HEADGATE_BROWSER=none")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 SIZES = {"desk": (1280, 900), "phone": (390, 844)}
 

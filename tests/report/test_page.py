@@ -17,7 +17,6 @@ from headgate.cli import app
 from headgate.training.study import _without_folders
 from tests.training.runs import TINY
 
-pytestmark = pytest.mark.xdist_group("report")
 Studies = dict[str, dict[str, Any]]
 FIGURES = {
     "pruned": {"training", "polarisation", "layers", "latency"},
