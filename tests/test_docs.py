@@ -82,4 +82,4 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_on_every_page_is_python(page: Path) -> None:
     for _, text in blocks(page, "python"):
-        compile(text, page.name, "exec")
+        assert compile(text, page.name, "exec"), "what is no Python raises, with the page and the line"

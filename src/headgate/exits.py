@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
 from headgate.gated import GatedModel, TauPoint
-from headgate.gates.budget import Budget, parse_target
+from headgate.gates.budget import Budget, check_budget_, parse_target
 from headgate.gates.cost import over_processes
 from headgate.gates.dynamic import GateNetwork
 from headgate.gates.gumbel import Relaxation, draw, logistic_noise
@@ -459,7 +459,10 @@ class ExitModel(nn.Module):
 
     def sweep_tau(self, loader: Iterable[Any], taus: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> list[TauPoint]:
         """Accuracy and MACs over tau, the same at all exits, for a loader of (images, labels)."""
-        watched = self.watch(loader)
+        return self.sweep_of(self.watch(loader), taus)
+
+    def sweep_of(self, watched: Watched, taus: Sequence[float]) -> list[TauPoint]:
+        """The same of images that were watched."""
         tables = [self.table_of(watched, [tau] * len(self.gates)) for tau in taus]
         return [
             TauPoint(tau, table.macs, table.macs_fraction, table.accuracy)
@@ -529,10 +532,7 @@ def add_exits(
         recorded, costs = traced_macs(copied, example_input)
     check_module_names(at, dict(network.named_modules()), "at")
     share = parse_target(target, sum(costs.values()))
-    if budget is not None and isinstance(budget.target, str):
-        budget.target = parse_target(budget.target, sum(costs.values()))
-    if budget is not None and budget.target != share:
-        raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
+    check_budget_(budget, share, sum(costs.values()))
     spans = sorted((_span(recorded, name) for name in at), key=lambda span: span.last)
     for span in spans:
         _check_cut(recorded, span)

@@ -14,7 +14,7 @@ from torch import nn
 
 from headgate.errors import HeadgateError, ModelError, NothingToGate, TargetError
 from headgate.gated import GatedModel
-from headgate.gates.budget import Budget, parse_target
+from headgate.gates.budget import Budget, check_budget_, parse_target
 from headgate.gates.dynamic import DynamicGates
 from headgate.gates.gumbel import Backward, Relaxation
 from headgate.gates.static import StaticGates
@@ -67,10 +67,7 @@ def gate(
         )
         raise NothingToGate(f"no channel of this model can be gated: {reasons}. `headgate inspect` shows every layer")
     share = parse_target(target, graph.dense_macs)
-    if budget is not None and isinstance(budget.target, str):
-        budget.target = parse_target(budget.target, graph.dense_macs)
-    if budget is not None and budget.target != share:
-        raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
+    check_budget_(budget, share, graph.dense_macs)
     sites = find_sites(graph, static) if kind == "dynamic" else ()
     if kind == "dynamic" and not sites:
         raise NothingToGate("no gate of this model finds an input to look at: use kind='static'")

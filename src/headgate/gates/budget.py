@@ -110,3 +110,13 @@ class Budget:
                 f"budget state has unknown fields {sorted(unknown)}: it is of another version of headgate"
             )
         vars(self).update(state)
+
+
+def check_budget_(budget: Budget | None, share: float, dense_macs: int) -> None:
+    """A budget must have the model's target; one that is given in MACs becomes a share."""
+    if budget is None:
+        return
+    if isinstance(budget.target, str):
+        budget.target = parse_target(budget.target, dense_macs)
+    if budget.target != share:
+        raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")

@@ -28,7 +28,7 @@ from headgate.data.batches import Part
 from headgate.data.sources import DataSet
 from headgate.errors import HeadgateError
 from headgate.exits import ExitModel, Watched
-from headgate.gated import GatedModel, TauPoint
+from headgate.gated import GatedModel
 from headgate.graph.macs import macs_by_layer
 from headgate.graph.trace import tensors_in
 from headgate.training.ask import TAUS, bench, movable, network, open_run, sweep_milliseconds
@@ -155,11 +155,7 @@ def _looked(folder: Path, look: Look, data_dir: str | None) -> dict[str, Any]:
     if isinstance(moved, ExitModel):
         watched = moved.watch(part)
         found |= _exits(folder, moved, watched, part, data, start)
-        points = [
-            TauPoint(tau, table.macs, table.macs_fraction, table.accuracy)
-            for tau in TAUS
-            for table in [moved.table_of(watched, [tau] * len(moved.gates))]
-        ]
+        points = moved.sweep_of(watched, TAUS)
     else:
         found |= _channels(folder, moved, part, data, start)
         points = moved.sweep_tau(part, TAUS)
