@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import HERE, parser, show
+from common import HERE, parser, show, without_folders
 from rich.console import Console
 
 from headgate.analysis.measure import module_call, ratio, time_interleaved, timing_of, torch_threads
@@ -64,7 +64,7 @@ def main() -> None:
     for row in timings:
         Console(highlight=False).print(row)
     result = json.loads((options.run / RESULT).read_text(encoding="utf-8"))
-    recipe = result["recipe"] | {"weights": Path(result["recipe"]["weights"] or "").name, "data_dir": None}
+    recipe = without_folders(result["recipe"])
     results = {
         "dense_accuracy": result["accuracy"]["dense"], "table": asdict(table), "budgets": budgets, "timings": timings,
         "recipe": recipe, "seconds": result["seconds"],

@@ -40,6 +40,11 @@ def parser(question: str, name: str, models: Sequence[str] = ()) -> argparse.Arg
     return made
 
 
+def without_folders(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A run's recipe for a record: no folder of this machine."""
+    return recipe | {"weights": Path(recipe["weights"] or "").name, "data_dir": None}
+
+
 def names_in(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import HERE, parser
+from common import HERE, parser, without_folders
 from rich.console import Console
 
 from headgate.analysis.records import write_record
@@ -51,7 +51,7 @@ def main() -> None:
     for line in words[:20]:
         say.print(line)
     result = json.loads((options.run / RESULT).read_text(encoding="utf-8"))
-    recipe = result["recipe"] | {"weights": Path(result["recipe"]["weights"] or "").name, "data_dir": None}
+    recipe = without_folders(result["recipe"])
     results = {
         "numbers": found.as_record(), "words": words[:20], "accuracy": result["accuracy"],
         "macs_fraction": result["macs_fraction"], "recipe": recipe,
