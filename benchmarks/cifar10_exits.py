@@ -22,7 +22,7 @@ from headgate.analysis.measure import module_call, ratio, time_interleaved, timi
 from headgate.analysis.records import write_record
 from headgate.data.batches import Part
 from headgate.errors import TargetError
-from headgate.exits import ExitModel
+from headgate.exits.cascade import ExitModel
 from headgate.training import ask
 from headgate.training.loop import EVAL_BATCH, calibration_batches
 from headgate.training.run import RESULT

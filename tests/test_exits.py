@@ -28,14 +28,20 @@ def dense_net() -> nn.Module:
 def cascade(
     model: nn.Module | None = None, at: tuple[str, ...] = ("block1", "block2"), **options
 ) -> headgate.ExitModel:  # type: ignore[no-untyped-def]
-    exits = headgate.add_exits(dense_net() if model is None else model, randn(1, *SHAPE), at, **options)
+    model = dense_net() if model is None else model
+    exits = headgate.add_exits(model, randn(1, *SHAPE), at, **{"target": 0.9, **options})
     for gate in exits.gates:  # images that differ in what they want, half of them leaving
         nn.init.normal_(gate.head.weight, std=4.0)
+    return balanced_(exits, torch.cat([images for images, _ in data()]))
+
+
+@torch.no_grad()
+def balanced_(exits: headgate.ExitModel, x: Tensor) -> headgate.ExitModel:
+    """Half of these images want to leave at each exit."""
     training = exits.training
-    with torch.no_grad():
-        _, wishes = exits.eval()._watch((torch.cat([images for images, _ in data()]),), {})
-        for gate, wish in zip(exits.gates, wishes, strict=True):
-            gate.head.bias -= wish.median()
+    _, wishes = exits.eval()._watch((x,), {})
+    for gate, wish in zip(exits.gates, wishes, strict=True):
+        gate.head.bias -= wish.quantile(0.5)  # between two images, not on one
     return exits.train(training)
 
 
@@ -103,11 +109,11 @@ def test_the_cost_is_that_of_the_ways() -> None:
     middle = independent_macs(nn.Sequential(model.conv1, model.block1, model.trans1, model.block2), example) - front
     whole = headgate.count_macs(dense_net(), example)
     segments = [front, middle, whole - front - middle]
-    heads = [gate.trunk.in_features * 5 for gate in exits.gates]
+    heads = [head.fc.in_features * 5 for head in exits.heads]
     gates = [16 * (gate.trunk.in_features + 1) for gate in exits.gates]
     total = 0
     for way in ways:
-        total += sum(segments[: way + 1]) + sum(gates[: way + 1]) + (heads[way] if way < 2 else 0)
+        total += sum(segments[: way + 1]) + sum(gates[: way + 1]) + sum(heads[: way + 1])
     assert exits.macs() == pytest.approx(total / len(ways), rel=1e-6)
     table = exits.table([(x, torch.zeros(len(x), dtype=torch.int64))])
     assert table.macs == pytest.approx(total / len(ways), rel=1e-6)
@@ -145,14 +151,15 @@ def test_thresholds_can_be_tried_without_another_pass() -> None:
 
 def test_training_draws_one_exit_an_image_and_teaches_the_gates() -> None:
     torch.manual_seed(0)
-    exits = headgate.add_exits(dense_net(), randn(1, *SHAPE), ["block1", "block2"], initial_probability=0.3)
+    exits = headgate.add_exits(dense_net(), randn(1, *SHAPE), ["block1", "block2"], target=0.9, initial_probability=0.3)
     (x, y), *_ = data()
     answers = exits(x)
-    assert exits._leave_BK is not None
-    assert set(exits._leave_BK.detach().unique().tolist()) <= {0.0, 1.0}
-    torch.testing.assert_close(exits._leave_BK.sum(1), torch.ones(len(x)))
+    assert exits._reach_BK is not None
+    reach = exits._reach_BK.detach()
+    assert set(reach.unique().tolist()) == {0.0, 1.0} and bool((reach[:, 0] == 1).all())
+    assert bool((reach[:, 1:] <= reach[:, :-1]).all()), "who left does not come back"
     for image in range(len(x)):
-        way = int(exits._leave_BK[image].argmax())
+        way = int(reach[image].sum()) - 1
         torch.testing.assert_close(answers[image], exits._logits[way][image])
     (F.cross_entropy(answers, y) + exits.cost_loss() + exits.classifier_loss(y)).backward()
     assert all((p.grad != 0).any() for p in exits.gates.parameters())
@@ -161,7 +168,7 @@ def test_training_draws_one_exit_an_image_and_teaches_the_gates() -> None:
 
 
 def test_a_model_that_does_not_learn_stays_as_it_is() -> None:
-    exits = cascade(train_model=False, budget=Budget(0.7, ramp_steps=5))
+    exits = cascade(train_model=False, budget=Budget(0.9, ramp_steps=5))
     before = {name: value.clone() for name, value in exits.model.state_dict().items()}
     heads = exits.heads[0].fc.weight.detach().clone()
     groups = exits.param_groups(lr=0.1, weight_decay=1e-4, gate_lr=0.05, classifier_scale=2.0)
@@ -220,7 +227,7 @@ def test_together_with_channel_gates(kind: str) -> None:
     (x, y), *_ = data(1, 12)
     (exits(x).sum() + exits.cost_loss() + exits.classifier_loss(y)).backward()
     assert all(p.grad is not None for p in exits.gate_parameters() if p.requires_grad)
-    exits.eval()
+    balanced_(exits.eval(), x)
     expected, ways = one_by_one(exits, x)
     assert len(set(ways)) > 1
     torch.testing.assert_close(exits(x), expected, rtol=1e-4, atol=1e-5)
@@ -245,20 +252,50 @@ def test_the_models_own_weights_are_not_changed_and_the_state_goes_on() -> None:
     assert torch.equal(exits.eval()(x), twin.eval()(x))
 
 
-@pytest.mark.parametrize("kind", ["dense", "dynamic"])
-def test_a_saved_cascade_answers_the_same(kind: str, tmp_path: Path) -> None:
-    model = randomize_(CifarResNet(1, num_classes=5))
+def test_a_gate_reads_how_sure_its_classifier_is() -> None:
+    """Whichever class that is of: with all activations alike, only the classifier's answer tells images apart."""
+    exits = headgate.add_exits(dense_net(), randn(1, *SHAPE), ["block1"], target=0.9).eval()
+    nn.init.normal_(exits.gates[0].head.weight, std=4.0)
+    x = torch.ones(3, exits.heads[0].norm.num_features, 4, 4)
+    sure = torch.tensor([[9.0, 0, 0, 0, 0], [0, 0, 9.0, 0, 0], [0.1, 0, 0, 0, 0]], requires_grad=True)
+    wishes = exits.wish(0, x, sure)
+    assert wishes[0] == wishes[1] != wishes[2]
+    wishes.sum().backward()
+    assert sure.grad is None, "a classifier does not learn to please the gate"
+
+
+@pytest.mark.parametrize("head", ["mean", "conv"])
+def test_classifiers_can_be_chosen_and_are_counted(head: str) -> None:
+    exits = cascade(randomize_(CifarDenseNet(22, 12, num_classes=5)), head=head, target=0.99).eval()
+    x = torch.cat([images for images, _ in data()])
+    expected, ways = one_by_one(exits, x)
+    assert len(set(ways)) == 3
+    torch.testing.assert_close(exits(x), expected, rtol=1e-4, atol=1e-5)
+    first = exits.table(data()).rows[0]
+    model, example = exits.model, randn(1, *SHAPE)
+    front = nn.Sequential(model.conv1, model.block1)
+    own = independent_macs(exits.heads[0], front(example)) + 16 * (exits.gates[0].trunk.in_features + 1)
+    assert first.macs == pytest.approx(independent_macs(front, example) + own)
+    with pytest.raises(HeadgateError, match="mean or conv"):
+        cascade(head="linear")
+    with pytest.raises(HeadgateError, match="every exit needs its own"):
+        cascade(head=nn.Flatten())
+
+
+@pytest.mark.parametrize(("kind", "head"), [("dense", "mean"), ("dense", "conv"), ("dynamic", "mean")])
+def test_a_saved_cascade_answers_the_same(kind: str, head: str, tmp_path: Path) -> None:
+    model = randomize_(CifarResNet(2, num_classes=5))
     inner = headgate.gate(model, randn(1, *SHAPE), kind="dynamic", target=0.8) if kind == "dynamic" else model
-    exits = cascade(inner, ("layer1", "layer2"), target=0.6)
+    exits = cascade(inner, ("layer1", "layer2"), target=0.8, head=head)
     exits.taus = [0.45, 0.55]
     exits.eval()
     headgate.save(exits, tmp_path / "exits.safetensors")
-    loaded = headgate.load(tmp_path / "exits.safetensors", CifarResNet(1, num_classes=5))
-    assert isinstance(loaded, headgate.ExitModel) and loaded.taus == [0.45, 0.55] and loaded.target == 0.6
+    loaded = headgate.load(tmp_path / "exits.safetensors", CifarResNet(2, num_classes=5))
+    assert isinstance(loaded, headgate.ExitModel) and loaded.taus == [0.45, 0.55] and loaded.target == 0.8
     x = torch.cat([images for images, _ in data()])
     assert torch.equal(exits(x), loaded(x))
     with pytest.raises(headgate.FileError):
-        headgate.load(tmp_path / "exits.safetensors", CifarResNet(2, num_classes=5))
+        headgate.load(tmp_path / "exits.safetensors", CifarResNet(1, num_classes=5))
 
 
 class Around(nn.Module):
@@ -289,6 +326,8 @@ def test_what_can_not_be_an_exit_is_told() -> None:
         headgate.add_exits(dense_net(), example, ["block1"], initial_probability=0)
     with pytest.raises(TargetError):
         headgate.add_exits(dense_net(), example, ["block1"], target=2.0)
+    with pytest.raises(TargetError, match=r"0.5 can't be reached: up to `block1`.* an earlier first exit"):
+        headgate.add_exits(dense_net(), example, ["block1"], target=0.5)
     with pytest.raises(ModelError, match="indexed"):
         shared = headgate.gate(randomize_(CifarResNet(2)), example, kind="dynamic", stream="shared", target=0.9)
         headgate.add_exits(shared, example, ["layer2.0"])

@@ -16,7 +16,8 @@ from headgate.errors import (
     TargetError,
     TraceError,
 )
-from headgate.exits import ExitModel, ExitRow, ExitTable, add_exits
+from headgate.exits.add import add_exits
+from headgate.exits.cascade import ExitModel, ExitRow, ExitTable
 from headgate.gated import GatedModel, TauPoint
 from headgate.gates.budget import Budget
 from headgate.gating import gate, inspect

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from headgate.errors import FileError, HeadgateError
-from headgate.exits import ExitHead, ExitModel, add_exits
+from headgate.exits.add import add_exits
+from headgate.exits.cascade import ExitModel
+from headgate.exits.heads import head_name
 from headgate.gated import GatedModel
 from headgate.gates.budget import Budget
 from headgate.gating import gate
@@ -165,7 +167,8 @@ def _rebuilt_gated(
 
 
 def _described_exits(model: ExitModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if any(type(head) is not ExitHead for head in model.heads):
+    head = head_name(model.heads)
+    if head is None:
         raise HeadgateError("exits with classifiers of your own can't be saved as a file: save their state_dict()")
     inner, description = _described(model.model)
     own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(("heads.", "gates."))}
@@ -174,7 +177,7 @@ def _described_exits(model: ExitModel) -> tuple[dict[str, Tensor], dict[str, Any
     }
     return tensors, {
         "kind": "exits", "class": description["class"], "inner": description, "at": list(model.names[:-1]),
-        "target": model.target, "classifier_weight": model.classifier_weight,
+        "head": head, "target": model.target, "classifier_weight": model.classifier_weight,
         "example": list(model.example_shape), "extra": model.get_extra_state(),
     }  # fmt: skip
 
@@ -187,8 +190,8 @@ def _rebuilt_exits(
     network = _rebuilt(path, inner, description["inner"], model)
     extra = description["extra"]
     exits = add_exits(
-        network, torch.zeros(description["example"]), description["at"], target=description["target"],
-        budget=_budget(extra), classifier_weight=description["classifier_weight"],
+        network, torch.zeros(description["example"]), description["at"], head=description["head"],
+        target=description["target"], budget=_budget(extra), classifier_weight=description["classifier_weight"],
     )  # fmt: skip
     exits.load_state_dict(own | {"_extra_state": extra}, strict=False)
     return exits.eval()

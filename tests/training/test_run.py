@@ -475,6 +475,20 @@ def test_an_interrupted_run_with_exits_ends_with_the_same_bits(
     assert same_weights(cascade, tmp_path / "run", "cascade.safetensors")
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+def test_a_compiled_run_with_exits_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for the whole step, gates and classifiers included; with a backend that leaves operators as they are,
+    so that not even rounding differs."""
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda net, **options: real(net, backend="aot_eager", fullgraph=True, **options)
+    )
+    changes = {**LEAVING, "gate_epochs": 1, "train_model": False}
+    run(tmp_path / "plain", **changes)
+    run(tmp_path / "compiled", **changes, compile=True)
+    assert same_weights(tmp_path / "plain", tmp_path / "compiled", "cascade.safetensors")
+
+
 def test_exits_are_checked_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(HeadgateError, match="at names `layer9`"):
         run(tmp_path / "run", **{**LEAVING, "exits": ("layer9",)})

@@ -29,7 +29,7 @@ from headgate.analysis.measure import (
 from headgate.data.batches import Part, Split
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError, NotDecided
-from headgate.exits import ExitModel
+from headgate.exits.cascade import ExitModel
 from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
 from headgate.inference.export import export_onnx

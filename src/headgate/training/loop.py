@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 
 from headgate.data.batches import Split
 from headgate.errors import HeadgateError, NonFiniteLoss
-from headgate.exits import ExitModel
+from headgate.exits.cascade import ExitModel
 from headgate.gated import GatedModel
 from headgate.graph.trace import tensors_in
 from headgate.training.distill import Distillation, student_loss
@@ -108,10 +108,11 @@ def begin(name: PhaseName, net: nn.Module, recipe: Recipe, teacher: nn.Module | 
 def prepared(phase: Phase, recipe: Recipe, team: Team) -> tuple[nn.Module, Optimizer]:
     """The phase's network and optimizer as steps are taken with them: on all processes, compiled if the recipe says so.
 
-    Gated networks are not compiled: their masks change from step to step, and so would the code.
+    Networks with gated channels are not compiled: their masks change from step to step, and so would the code.
     """
     net, optimizer = team.prepare(phase.net, phase.optimizer)
-    if recipe.compile and not isinstance(phase.net, (GatedModel, ExitModel)):
+    inner = phase.net.model if isinstance(phase.net, ExitModel) else phase.net
+    if recipe.compile and not isinstance(inner, GatedModel):
         net = _compiled(net)
     return net, optimizer
 

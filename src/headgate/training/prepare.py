@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from headgate.data.sources import DataSet, open_data
 from headgate.errors import HeadgateError, ModelError, TargetError
-from headgate.exits import ExitModel, add_exits
+from headgate.exits.add import add_exits
+from headgate.exits.cascade import ExitModel
 from headgate.gated import GatedModel
 from headgate.gates.budget import Budget, parse_target
 from headgate.gating import gate
@@ -76,8 +77,8 @@ def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> G
     )
     if recipe.exits:
         return add_exits(
-            model, example, recipe.exits, target=share, budget=budget, classifier_weight=recipe.classifier_weight,
-            train_model=recipe.train_model,
+            model, example, recipe.exits, head=recipe.exit_head, target=share, budget=budget,
+            classifier_weight=recipe.classifier_weight, train_model=recipe.train_model,
         )  # fmt: skip
     options: dict[str, Any] = {
         "kind": recipe.kind, "granularity": granularity, "loss": recipe.loss, "static": recipe.static,

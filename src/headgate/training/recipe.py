@@ -34,6 +34,7 @@ CHOICES = {
     "stream": ("auto", "shared", "indexed"),
     "loss": ("macs", "activation", "per_gate"),
     "backward": ("sample", "probability"),
+    "exit_head": ("mean", "conv"),
 }
 NAMES = ("exits", "frozen", "static")
 """Fields that are lists of modules."""
@@ -64,6 +65,7 @@ class Recipe:
     granularity: str = about("channel, layer, or a number of channels a gate.", "channel")
     stream: str = about("shared: gates tied along a stream; indexed: masks of their own; auto: by kind.", "auto")
     exits: tuple[str, ...] = about("Modules behind which images can leave early; no channel has a gate then.", ())
+    exit_head: str = about("Their classifiers: mean (over all places, linear) or conv (a convolution first).", "mean")
     classifier_weight: float = about("Of all exits' classifiers on all images, in the loss.", 1.0)
     classifier_scale: float = about("Their learning rate, times that of the weights: they start from nothing.", 1.0)
     train_model: bool = about("With exits: whether the network learns too, or only classifiers and gates.", True)
@@ -106,7 +108,7 @@ class Recipe:
     calibration_batches: int = about("Batches for BatchNorm's statistics after deciding.", 200)
     seed: int = about("Of everything random.", 0)
     precision: str = about("no, fp16 or bf16.", "no")
-    compile: bool = about("Let torch.compile make the dense and the shrunk network (and the teacher) faster.", False)
+    compile: bool = about("Let torch.compile make networks without gated channels (and the teacher) faster.", False)
     workers: int = about("Processes that decode images, for folder:PATH.", 0)
 
     def __post_init__(self) -> None:
@@ -226,8 +228,9 @@ def _named() -> dict[str, Recipe]:
             replace(_IMAGENET, name=f"imagenet-resnet{depth}", model=f"torchvision:resnet{depth}")
         )
     leaving = replace(
-        _CIFAR, prime_batches=0, gate_epochs=20, tune_epochs=0, gate_phase_lr=0.02, gate_schedule="cosine", target="0.7"
-    )
+        _CIFAR, prime_batches=0, gate_epochs=20, tune_epochs=0, gate_phase_lr=0.02, gate_schedule="cosine",
+        target="0.85", exit_head="conv", classifier_scale=5.0,
+    )  # fmt: skip
     recipes += [
         replace(leaving, name="cifar10-densenet100-exits", model="cifar_densenet100", exits=("block1", "block2")),
         replace(leaving, name="cifar10-resnet56-exits", model="cifar_resnet56", exits=("layer1", "layer2")),

@@ -26,7 +26,7 @@ from headgate.analysis.records import PACKAGES, cpu_model, versions_of, write_te
 from headgate.data.batches import Split
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError
-from headgate.exits import ExitModel
+from headgate.exits.cascade import ExitModel
 from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
 from headgate.storage import load, save

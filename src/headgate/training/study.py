@@ -27,7 +27,7 @@ from headgate.analysis.specialisation import in_words, order, specialisation
 from headgate.data.batches import Part
 from headgate.data.sources import DataSet
 from headgate.errors import HeadgateError
-from headgate.exits import ExitModel, Watched
+from headgate.exits.cascade import ExitModel, Watched
 from headgate.gated import GatedModel
 from headgate.graph.macs import macs_by_layer
 from headgate.graph.trace import tensors_in

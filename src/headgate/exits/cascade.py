@@ -1,15 +1,13 @@
-"""Early exit: intermediate classifiers, and gates that decide from what they see there whether an image can leave.
+"""The cascade: a model whose images can leave early, what that costs, and thresholds for a budget.
 
-`add_exits` puts a classifier and a gate behind named modules of any model (plain, shrunk, gated). In train mode all
-images go to the end and every gate is drawn: an image's answer is that of the first gate that opens, its cost what was
-computed until then, and the expected cost of the cascade is pulled to a target like that of channels. In eval mode
-images that leave are taken out of the batch at once: what comes after runs on fewer images, and not at all where none
-is left. Knows the gated model; knows nothing of training loops, files or the command line.
+In train mode all images go to the end and every gate is drawn: an image's answer is that of the first gate that opens,
+its cost what was computed until then, and the expected cost of the cascade is pulled to a target like that of channels.
+In eval mode images that leave are taken out of the batch at once: what comes after runs on fewer images, and not at all
+where none is left. Knows nothing of how a model is traced or where it can be cut.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,34 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
+from headgate.errors import HeadgateError, NotDecided, TargetError
 from headgate.gated import GatedModel, TauPoint
-from headgate.gates.budget import Budget, check_budget_, parse_target
+from headgate.gates.budget import Budget, parse_target
 from headgate.gates.cost import over_processes
 from headgate.gates.dynamic import GateNetwork
 from headgate.gates.gumbel import Relaxation, draw, logistic_noise
-from headgate.graph.analyse import check_module_names
-from headgate.graph.macs import count_macs, traced_macs
-from headgate.graph.trace import ModuleSpan, Trace, stripped_copy, tensors_in
+from headgate.graph.trace import tensors_in
 
 # legend of axes: B images, K exits (the last is the model's own), S segments between them, C channels
-
-LEAVES_AT_FIRST = 0.1
-"""P(leave) of every gate before training."""
-MakeHead = Callable[[int, int], nn.Module]
-
-
-class ExitHead(nn.Module):
-    """The intermediate classifier: BatchNorm, ReLU, mean over all pixels, linear."""
-
-    def __init__(self, channels: int, classes: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(channels)
-        self.fc = nn.Linear(channels, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.fc(F.relu(self.norm(x)).mean((2, 3)))
-        return logits
 
 
 @dataclass(frozen=True)
@@ -115,8 +94,9 @@ class _Watching:
         self.wishes: list[Tensor] = []
 
     def arrive(self, number: int, x: Tensor) -> None:
-        self.answers.append(self.exits.heads[number](x))
-        self.wishes.append(self.exits.wish(number, x))
+        answers = self.exits.heads[number](x)
+        self.answers.append(answers)
+        self.wishes.append(self.exits.wish(number, x, answers))
 
 
 class _Leaving:
@@ -129,12 +109,13 @@ class _Leaving:
         self.entered = [images]
 
     def arrive(self, number: int, x: Tensor) -> Tensor | None:
-        leaves = torch.sigmoid(self.exits.wish(number, x)) > self.exits.taus[number]
+        answers = self.exits.heads[number](x)
+        leaves = torch.sigmoid(self.exits.wish(number, x, answers)) > self.exits.taus[number]
         if not bool(leaves.any()):
             self.entered.append(len(self.inside))
             return None
         here = leaves.to(self.inside.device)
-        self.answered.append((self.inside[here], self.exits.heads[number](x if bool(leaves.all()) else x[leaves])))
+        self.answered.append((self.inside[here], answers[leaves]))
         self.inside = self.inside[~here]
         self.entered.append(len(self.inside))
         if not len(self.inside):
@@ -170,7 +151,6 @@ class ExitModel(nn.Module):
         """An image leaves where its gate's probability is above."""
         self._pass: _Watching | _Leaving | None = None
         self._logits: list[Tensor] = []
-        self._leave_BK: Tensor | None = None
         self._reach_BK: Tensor | None = None
         self._macs: float | None = None
         modules = dict(self._network().named_modules())
@@ -186,11 +166,13 @@ class ExitModel(nn.Module):
 
         return arrive
 
-    def wish(self, number: int, x: Tensor) -> Tensor:
-        """The logit of leaving at exit `number`, for each image."""
-        network = self.gates[number]
+    def wish(self, number: int, x: Tensor, answers: Tensor) -> Tensor:
+        """The logit of leaving at exit `number`, for each image: from its mean activations there, and from how sure the
+        classifier is, whichever class that is of. The gate learns to read the classifier, which does not learn to be
+        read."""
+        sure_BC = answers.detach().float().softmax(1).sort(1, descending=True).values
         scale = float(len(self.gates)) if self.budget.scale_gradient else 1.0
-        logits: Tensor = network(x.float().mean((2, 3)), scale)
+        logits: Tensor = self.gates[number](torch.cat([x.float().mean((2, 3)), sure_BC], 1), scale)
         return logits[:, 0]
 
     # ------------------------------------------------------------------------------------------------ running
@@ -228,13 +210,13 @@ class ExitModel(nn.Module):
         wishes_BK = torch.stack(wishes, 1)
         noise = logistic_noise(tuple(wishes_BK.shape), wishes_BK.device, None)
         leaves_BK = draw(wishes_BK, noise, self.relaxation)
-        self._reach_BK, self._leave_BK = _ways(leaves_BK)
-        return (torch.stack(self._logits, 2).float() * self._leave_BK[:, None]).sum(2)
+        self._reach_BK, leave_BK = _ways(leaves_BK)
+        return (torch.stack(self._logits, 2).float() * leave_BK[:, None]).sum(2)
 
     def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = tensors_in((args, kwargs))
         leaving = _Leaving(self, len(given[0]))
-        self._leave_BK = self._reach_BK = None
+        self._reach_BK = None
         with self._passing(leaving):
             try:
                 last = tensors_in(self.model(*args, **kwargs))[0]
@@ -255,8 +237,17 @@ class ExitModel(nn.Module):
             return None  # images that left are not in the counts of those that stayed
         counts = [*entered, *[0] * (len(self.names) - len(entered))]
         reach = torch.tensor([counts], dtype=torch.float64) / images
-        leave = reach - torch.cat([reach[:, 1:], torch.zeros(1, 1)], 1)
-        return float(self.shares_B(reach, leave)) * self.dense_macs
+        return float(self.shares_B(reach)) * self.dense_macs
+
+    def least_macs(self) -> float | None:
+        """Of an image that leaves at the first exit; None where that depends on the channels that are open."""
+        if isinstance(self.model, GatedModel):
+            return None
+        return float(sum(self._segments[0].values()) + self._own_macs(0))
+
+    def _own_macs(self, number: int) -> int:
+        """What an exit costs every image that comes to it: the classifier, and the gate that reads its answer."""
+        return self._head_macs[number] + self._gate_macs(number)
 
     def _gate_macs(self, number: int) -> int:
         network = self.gates[number]
@@ -280,20 +271,19 @@ class ExitModel(nn.Module):
             columns.append(each_BI[:, places].sum(1) + fixed / self.dense_macs)
         return torch.stack(columns, 1)
 
-    def shares_B(self, reach_BK: Tensor, leave_BK: Tensor, segments_BK: Tensor | None = None) -> Tensor:
+    def shares_B(self, reach_BK: Tensor, segments_BK: Tensor | None = None) -> Tensor:
         """Multiply-adds of each image as a share of the dense model's, for given ways through the cascade; segments
         cost what they did in the last pass, if nothing else is given."""
         segments_BK = self._segment_shares() if segments_BK is None else segments_BK
         shares = (reach_BK * segments_BK.to(reach_BK)).sum(1)
         for number in range(len(self.gates)):
-            own = reach_BK[:, number] * self._gate_macs(number) + leave_BK[:, number] * self._head_macs[number]
-            shares = shares + own / self.dense_macs
+            shares = shares + reach_BK[:, number] * (self._own_macs(number) / self.dense_macs)
         return shares
 
     def macs(self) -> float:
         """Multiply-adds an image that the last forward pass needed, exits and gates included."""
-        if self._reach_BK is not None and self._leave_BK is not None:
-            return float(self.shares_B(self._reach_BK, self._leave_BK).detach().double().mean()) * self.dense_macs
+        if self._reach_BK is not None:
+            return float(self.shares_B(self._reach_BK).detach().double().mean()) * self.dense_macs
         if self._macs is None:
             raise NotDecided(
                 "the cost of the last forward pass is not known: call the model first, or use table(loader)"
@@ -302,11 +292,11 @@ class ExitModel(nn.Module):
 
     def cost_loss(self) -> Tensor:
         """The scalar to add to the task loss: pulls the expected cost of the cascade to the target."""
-        if self._reach_BK is None or self._leave_BK is None:
+        if self._reach_BK is None:
             raise NotDecided(
                 "cost_loss() is about a forward pass in train mode, and there was none: call the model first"
             )
-        return self.budget.loss(over_processes(self.shares_B(self._reach_BK, self._leave_BK).mean()))
+        return self.budget.loss(over_processes(self.shares_B(self._reach_BK).mean()))
 
     def classifier_loss(self, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """The mean cross-entropy of all exits on all images, times `classifier_weight`: for the pass just done."""
@@ -372,14 +362,14 @@ class ExitModel(nn.Module):
 
     def macs_of(self, watched: Watched, taus: Sequence[float] | None = None) -> Tensor:
         """Multiply-adds of each image, under these thresholds or the model's own."""
-        return self.shares_B(*self._ways_of(watched, taus), watched.segments_NK) * self.dense_macs
+        return self.shares_B(self._ways_of(watched, taus)[0], watched.segments_NK) * self.dense_macs
 
     def layers_of(self, watched: Watched, taus: Sequence[float] | None = None) -> dict[str, float]:
         """Multiply-adds an image of every layer, and of the exits' own classifiers and gates: the mean over images.
 
         Where channels have gates too, those of a segment are shared out in proportion to the dense layers.
         """
-        reach, leave = self._ways_of(watched, taus)
+        reach, _ = self._ways_of(watched, taus)
         spent = (reach * watched.segments_NK.to(reach)).mean(0) * self.dense_macs
         layers = {
             name: macs * float(total) / max(sum(segment.values()), 1)
@@ -387,7 +377,7 @@ class ExitModel(nn.Module):
             for name, macs in segment.items()
         }
         exits = range(len(self.gates))
-        layers["exit classifiers"] = sum(float(leave[:, number].mean()) * self._head_macs[number] for number in exits)
+        layers["exit classifiers"] = sum(float(reach[:, number].mean()) * self._head_macs[number] for number in exits)
         layers["exit gates"] = sum(float(reach[:, number].mean()) * self._gate_macs(number) for number in exits)
         return layers
 
@@ -440,15 +430,13 @@ class ExitModel(nn.Module):
         rows = []
         for number, name in enumerate(self.names):
             here = leave[:, number] > 0.5
-            alone = torch.zeros_like(leave)
-            alone[:, number] = 1
             passed = torch.ones_like(leave)
             passed[:, number + 1 :] = 0
             rows.append(
                 ExitRow(
                     name, float(here.double().mean()), float(right[:, number].double().mean()),
                     float(right[here, number].double().mean()) if bool(here.any()) else None,
-                    float(self.shares_B(passed, alone, segments).mean()) * self.dense_macs,
+                    float(self.shares_B(passed, segments).mean()) * self.dense_macs,
                 )
             )  # fmt: skip
         cascade = float((right.double() * leave).sum(1).mean())
@@ -489,138 +477,3 @@ def _ways(leaves_BK: Tensor) -> tuple[Tensor, Tensor]:
     stays = torch.cumprod(1 - leaves_BK, 1)
     reach = torch.cat([torch.ones_like(stays[:, :1]), stays], 1)
     return reach, torch.cat([reach[:, :-1] * leaves_BK, reach[:, -1:]], 1)
-
-
-# ------------------------------------------------------------------------------------------------------- making
-
-
-def add_exits(
-    model: nn.Module,
-    example_input: Tensor,
-    at: Sequence[str],
-    *,
-    head: MakeHead = ExitHead,
-    target: float | str = 0.7,
-    budget: Budget | None = None,
-    classifier_weight: float = 1.0,
-    initial_probability: float = LEAVES_AT_FIRST,
-    train_model: bool = True,
-) -> ExitModel:
-    """Put an intermediate classifier and a gate behind the modules `at`. The model itself is not changed.
-
-    The model may be plain, shrunk, or gated (then the cost of the cascade counts what its channels' gates leave). Each
-    cut must be the only way through: what comes after it reads its output and nothing computed before. `head` makes a
-    classifier from (channels, classes); `target` is a share of the whole model's MACs, or a number such as "60M". With
-    `train_model=False` only classifiers and gates learn, and the last exit answers as the model always did.
-    """
-    if isinstance(at, str) or not at:
-        raise HeadgateError(f"at={at!r}: pass a list of module names, such as at=['layer1', 'layer2']")
-    if len(set(at)) < len(at):
-        raise HeadgateError(f"at={list(at)!r} names a module twice: name every exit once")
-    if isinstance(head, nn.Module):
-        raise HeadgateError(
-            "head is a module, but every exit needs its own: pass what makes one from (channels, classes)"
-        )
-    if not 0 < initial_probability < 1:
-        raise HeadgateError(f"initial_probability={initial_probability}: P(leave) at the start lies between 0 and 1")
-    copied = _copied(model)
-    if isinstance(copied, GatedModel):
-        network, recorded = copied.model, copied.graph.trace
-        costs = {item.name: item.macs for item in copied.graph.costs}
-    else:
-        network = copied
-        recorded, costs = traced_macs(copied, example_input)
-    check_module_names(at, dict(network.named_modules()), "at")
-    share = parse_target(target, sum(costs.values()))
-    check_budget_(budget, share, sum(costs.values()))
-    spans = sorted((_span(recorded, name) for name in at), key=lambda span: span.last)
-    for span in spans:
-        _check_cut(recorded, span)
-    if isinstance(copied, GatedModel):
-        _check_gates(copied, spans)
-    classes = _classes(copied, example_input)
-    channels = [span.outputs[0].shape[1] for span in spans]
-    heads = [head(width, classes) for width in channels]
-    gates = [GateNetwork(width, 1, initial_probability) for width in channels]
-    device = next(network.parameters()).device
-    head_macs = [_head_macs(made.to(device), span, example_input) for made, span in zip(heads, spans, strict=True)]
-    made = ExitModel(
-        copied, [span.name for span in spans], heads, [gate.to(device) for gate in gates], head_macs,
-        _segments(recorded, costs, spans), share, budget, classifier_weight, example_input.shape,
-    )  # fmt: skip
-    made.train_model = train_model
-    if not train_model:
-        made.model.requires_grad_(False)
-    return made.train()
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    if isinstance(model, GatedModel):
-        model.unsqueeze_()
-        model._last = None
-        return copy.deepcopy(model)
-    return stripped_copy(model, to_meta=False)
-
-
-def _span(recorded: Trace, name: str) -> ModuleSpan:
-    spans = recorded.spans_of.get(name, [])
-    if len(spans) != 1 or len(spans[0].outputs) != 1:
-        raise ModelError(f"`{name}` can't be an exit: it runs {len(spans)} times, or does not give one tensor")
-    if len(spans[0].outputs[0].shape) != 4:
-        raise ModelError(f"`{name}` can't be an exit: it gives {spans[0].outputs[0].shape}, no batch of images")
-    return spans[0]
-
-
-def _check_cut(recorded: Trace, span: ModuleSpan) -> None:
-    """Everything after the cut must come from its output."""
-    known = {span.outputs[0].index}
-    for call in recorded.calls[span.last :]:
-        for value in call.inputs:
-            if value.from_input and value.index not in known:
-                raise ModelError(
-                    f"`{span.name}` can't be an exit: {call.title} behind it reads what was computed before it"
-                )
-        known.update(value.index for value in call.outputs)
-
-
-def _check_gates(gated: GatedModel, spans: Sequence[ModuleSpan]) -> None:
-    """Gates that are decided before a cut must not be used behind it: images leave in between."""
-    if gated.dynamic is None:
-        return
-    called = {call.layer: call.index for call in gated.graph.trace.calls if call.layer is not None}
-    owner = [number for number, mask in enumerate(gated.graph.masks) for _ in range(mask.size)]
-    decided = {number: called[site.layer] for site in gated.dynamic.sites for number in site.masks}
-    for reader in gated.graph.readers:
-        for number in {owner[gate] for gate in reader.gates.tolist() if gate >= 0} & decided.keys():
-            if any(decided[number] < span.last <= called[reader.layer] for span in spans):
-                raise ModelError(
-                    f"the gates of `{gated.graph.masks[number].name}` are decided before an exit and used behind it: "
-                    "gate with stream='indexed'"
-                )
-
-
-def _classes(model: nn.Module, example_input: Tensor) -> int:
-    training = model.training
-    with torch.no_grad():
-        logits = tensors_in(model.eval()(example_input))[0]
-    model.train(training)
-    if logits.dim() != 2:
-        raise ModelError(f"a classifier gives (images, classes), this model gives {tuple(logits.shape)}")
-    return logits.shape[1]
-
-
-def _head_macs(head: nn.Module, span: ModuleSpan, example_input: Tensor) -> int:
-    shape = span.outputs[0].shape
-    return count_macs(head, torch.zeros(1, *shape[1:], device=example_input.device))
-
-
-def _segments(recorded: Trace, costs: dict[str, int], spans: Sequence[ModuleSpan]) -> list[dict[str, int]]:
-    """The layers between the cuts, with their multiply-adds."""
-    first_call: dict[str, int] = {}
-    for call in recorded.calls:
-        first_call.setdefault(call.layer if call.layer is not None else call.inside, call.index)
-    ends = [span.last for span in spans]
-    segments: list[dict[str, int]] = [{} for _ in range(len(spans) + 1)]
-    for name, macs in costs.items():
-        segments[sum(first_call[name] >= end for end in ends)][name] = macs
-    return segments

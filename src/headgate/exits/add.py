@@ -1,0 +1,161 @@
+"""Putting exits into a model: where it can be cut, what each stretch costs, and how many classes there are.
+
+Everything is read from the traced graph; the model's own code stays as it is. Knows nothing of how the cascade runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from headgate.errors import HeadgateError, ModelError, TargetError
+from headgate.exits.cascade import ExitModel
+from headgate.exits.heads import MakeHead, head_maker
+from headgate.gated import GatedModel
+from headgate.gates.budget import Budget, check_budget_, parse_target
+from headgate.gates.dynamic import GateNetwork
+from headgate.graph.analyse import check_module_names
+from headgate.graph.macs import count_macs, traced_macs
+from headgate.graph.trace import ModuleSpan, Trace, stripped_copy, tensors_in
+
+LEAVES_AT_FIRST = 0.1
+"""P(leave) of every gate before training."""
+
+
+def add_exits(
+    model: nn.Module,
+    example_input: Tensor,
+    at: Sequence[str],
+    *,
+    head: str | MakeHead = "mean",
+    target: float | str = 0.7,
+    budget: Budget | None = None,
+    classifier_weight: float = 1.0,
+    initial_probability: float = LEAVES_AT_FIRST,
+    train_model: bool = True,
+) -> ExitModel:
+    """Put an intermediate classifier and a gate behind the modules `at`. The model itself is not changed.
+
+    The model may be plain, shrunk, or gated (then the cost of the cascade counts what its channels' gates leave). Each
+    cut must be the only way through: what comes after it reads its output and nothing computed before. `head` is the
+    kind of classifier: "mean", "conv", or what makes one from (channels, classes). `target` is a share of the whole
+    model's MACs, or a number such as "60M". With `train_model=False` only classifiers and gates learn, and the last
+    exit answers as the model always did.
+    """
+    if isinstance(at, str) or not at:
+        raise HeadgateError(f"at={at!r}: pass a list of module names, such as at=['layer1', 'layer2']")
+    if len(set(at)) < len(at):
+        raise HeadgateError(f"at={list(at)!r} names a module twice: name every exit once")
+    make_head = head_maker(head)
+    if not 0 < initial_probability < 1:
+        raise HeadgateError(f"initial_probability={initial_probability}: P(leave) at the start lies between 0 and 1")
+    copied = _copied(model)
+    if isinstance(copied, GatedModel):
+        network, recorded = copied.model, copied.graph.trace
+        costs = {item.name: item.macs for item in copied.graph.costs}
+    else:
+        network = copied
+        recorded, costs = traced_macs(copied, example_input)
+    check_module_names(at, dict(network.named_modules()), "at")
+    share = parse_target(target, sum(costs.values()))
+    check_budget_(budget, share, sum(costs.values()))
+    spans = sorted((_span(recorded, name) for name in at), key=lambda span: span.last)
+    for span in spans:
+        _check_cut(recorded, span)
+    if isinstance(copied, GatedModel):
+        _check_gates(copied, spans)
+    classes = _classes(copied, example_input)
+    channels = [span.outputs[0].shape[1] for span in spans]
+    heads = [make_head(width, classes) for width in channels]
+    gates = [GateNetwork(width + classes, 1, initial_probability) for width in channels]
+    device = next(network.parameters()).device
+    head_macs = [_head_macs(made.to(device), span, example_input) for made, span in zip(heads, spans, strict=True)]
+    made = ExitModel(
+        copied, [span.name for span in spans], heads, [gate.to(device) for gate in gates], head_macs,
+        _segments(recorded, costs, spans), share, budget, classifier_weight, example_input.shape,
+    )  # fmt: skip
+    least = made.least_macs()
+    if least is not None and share * made.dense_macs < least:
+        raise TargetError(
+            f"target {share:.3g} can't be reached: up to `{spans[0].name}`, with its classifier and gate, "
+            f"{least / made.dense_macs:.3f} of the MACs are needed. Choose a higher one, or an earlier first exit"
+        )
+    made.train_model = train_model
+    if not train_model:
+        made.model.requires_grad_(False)
+    return made.train()
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    if isinstance(model, GatedModel):
+        model.unsqueeze_()
+        model._last = None
+        return copy.deepcopy(model)
+    return stripped_copy(model, to_meta=False)
+
+
+def _span(recorded: Trace, name: str) -> ModuleSpan:
+    spans = recorded.spans_of.get(name, [])
+    if len(spans) != 1 or len(spans[0].outputs) != 1:
+        raise ModelError(f"`{name}` can't be an exit: it runs {len(spans)} times, or does not give one tensor")
+    if len(spans[0].outputs[0].shape) != 4:
+        raise ModelError(f"`{name}` can't be an exit: it gives {spans[0].outputs[0].shape}, no batch of images")
+    return spans[0]
+
+
+def _check_cut(recorded: Trace, span: ModuleSpan) -> None:
+    """Everything after the cut must come from its output."""
+    known = {span.outputs[0].index}
+    for call in recorded.calls[span.last :]:
+        for value in call.inputs:
+            if value.from_input and value.index not in known:
+                raise ModelError(
+                    f"`{span.name}` can't be an exit: {call.title} behind it reads what was computed before it"
+                )
+        known.update(value.index for value in call.outputs)
+
+
+def _check_gates(gated: GatedModel, spans: Sequence[ModuleSpan]) -> None:
+    """Gates that are decided before a cut must not be used behind it: images leave in between."""
+    if gated.dynamic is None:
+        return
+    called = {call.layer: call.index for call in gated.graph.trace.calls if call.layer is not None}
+    owner = [number for number, mask in enumerate(gated.graph.masks) for _ in range(mask.size)]
+    decided = {number: called[site.layer] for site in gated.dynamic.sites for number in site.masks}
+    for reader in gated.graph.readers:
+        for number in {owner[gate] for gate in reader.gates.tolist() if gate >= 0} & decided.keys():
+            if any(decided[number] < span.last <= called[reader.layer] for span in spans):
+                raise ModelError(
+                    f"the gates of `{gated.graph.masks[number].name}` are decided before an exit and used behind it: "
+                    "gate with stream='indexed'"
+                )
+
+
+def _classes(model: nn.Module, example_input: Tensor) -> int:
+    training = model.training
+    with torch.no_grad():
+        logits = tensors_in(model.eval()(example_input))[0]
+    model.train(training)
+    if logits.dim() != 2:
+        raise ModelError(f"a classifier gives (images, classes), this model gives {tuple(logits.shape)}")
+    return logits.shape[1]
+
+
+def _head_macs(head: nn.Module, span: ModuleSpan, example_input: Tensor) -> int:
+    shape = span.outputs[0].shape
+    return count_macs(head, torch.zeros(1, *shape[1:], device=example_input.device))
+
+
+def _segments(recorded: Trace, costs: dict[str, int], spans: Sequence[ModuleSpan]) -> list[dict[str, int]]:
+    """The layers between the cuts, with their multiply-adds."""
+    first_call: dict[str, int] = {}
+    for call in recorded.calls:
+        first_call.setdefault(call.layer if call.layer is not None else call.inside, call.index)
+    ends = [span.last for span in spans]
+    segments: list[dict[str, int]] = [{} for _ in range(len(spans) + 1)]
+    for name, macs in costs.items():
+        segments[sum(first_call[name] >= end for end in ends)][name] = macs
+    return segments
