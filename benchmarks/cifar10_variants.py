@@ -55,7 +55,8 @@ def variants(table: str, recipe: Recipe) -> dict[str, Recipe]:
             "whole blocks": replace(recipe, granularity="layer"),
         }
     if table == "conditional":
-        dynamic = replace(recipe, kind="dynamic")
+        gate_epochs = max(1, recipe.epochs * 3 // 5)  # as in the recipes for dynamic gates: networks learn, not numbers
+        dynamic = replace(recipe, kind="dynamic", gate_epochs=gate_epochs, tune_epochs=recipe.epochs - gate_epochs)
         return {
             "static": recipe,
             "dynamic": dynamic,
@@ -76,11 +77,17 @@ def main() -> None:
             "weights": options.weights,
             "data_dir": options.data_dir,
             "validation": options.validation,
+            "compile": options.compile,
             **_epochs(options),
         },
     )
     rows = []
-    for name, recipe in variants(options.table, base).items():
+    chosen = variants(options.table, base)
+    if unknown := [name for name in options.only if name not in chosen]:
+        raise SystemExit(f"there is no variant {unknown[0]!r} in this table: choose from {'; '.join(chosen)}")
+    for name, recipe in chosen.items():
+        if options.only and name not in options.only:
+            continue
         for seed in options.seeds:
             folder = Path(options.runs) / options.table / f"{name.replace(' ', '_').replace(',', '')}-s{seed}"
             rows.append(_row(name, replace(recipe, seed=seed), folder))
@@ -102,6 +109,8 @@ def _options() -> Namespace:
     made.add_argument("--weights", help="safetensors file to start from")
     made.add_argument("--data-dir", help="folder that holds cifar10")
     made.add_argument("--runs", default="runs/cifar10_variants", help="folder for the runs")
+    made.add_argument("--only", action="append", default=[], help="a variant of the table; may be given several times")
+    made.add_argument("--compile", action="store_true", help="torch.compile what has no gated channels")
     made.add_argument("--validation", type=int, default=0)
     made.add_argument("--gate-epochs", type=int)
     made.add_argument("--tune-epochs", type=int)

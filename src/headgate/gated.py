@@ -518,7 +518,7 @@ class GatedModel(nn.Module):
             if self.dynamic is None:
                 self.project(round_to).eval()
                 if batchnorm:
-                    reestimate_batchnorm(self.model, self._run_images, loader, batches)
+                    reestimate_batchnorm(self.model, self._run_inputs, loader, batches)
             else:
                 if round_to != 1:
                     raise HeadgateError(f"round_to={round_to}: gates that depend on the input leave no widths to round")
@@ -543,7 +543,8 @@ class GatedModel(nn.Module):
         if batchnorm:
             macs_at(meet_with_tau(macs_at, target_macs))
             both = nn.ModuleList([self.model, self.dynamic])
-            reestimate_batchnorm(both, self._run_images, itertools.chain(probe, data), batches)
+            again = ((inputs,) for inputs in itertools.chain(probe, data))
+            reestimate_batchnorm(both, self._run_inputs, again, batches)
         macs_at(meet_with_tau(macs_at, target_macs))
         self._macs = self._last = None
 
@@ -558,8 +559,8 @@ class GatedModel(nn.Module):
             images += self._images
         return total / images
 
-    def _run_images(self, images: Tensor) -> Any:
-        return self._run(len(images), (images,), {})
+    def _run_inputs(self, *inputs: Tensor) -> Any:
+        return self._run(len(inputs[0]), inputs, {})
 
     def sweep_tau(self, loader: Iterable[Any], taus: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> list[TauPoint]:
         """Accuracy and MACs over tau, for a loader of (images, labels)."""

@@ -244,3 +244,21 @@ def test_after_calibration_the_shrunk_network_is_the_calibrated_one() -> None:
     small = gated.shrink()
     x = randn(4, *X, seed=11)
     torch.testing.assert_close(small(x), gated(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_models_with_several_inputs_are_calibrated(kind: str) -> None:
+    def forward(n: Any, x: Tensor, y: Tensor) -> Tensor:
+        deep = F.relu(n.norm(n.c(F.relu(n.a(x)))))
+        return n.head(torch.cat([deep.mean((2, 3)), F.relu(n.b(y))], 1))
+
+    torch.manual_seed(0)
+    net = Net(forward, a=conv(3, 8), c=conv(8, 8), norm=nn.BatchNorm2d(8), b=nn.Linear(4, 6), head=head(14))
+    batches = [((randn(6, *X, seed=seed) + 3, randn(6, 4, seed=seed)), torch.arange(6) % 5) for seed in range(4)]
+    gated = headgate.gate(randomize_(net), batches[0][0], target=0.6, kind=kind)
+    before = gated.model.norm.running_mean.clone()
+    gated.calibrate(batches, batches=4).eval()
+    assert not torch.equal(gated.model.norm.running_mean, before)
+    gated(*batches[0][0])
+    assert gated.macs() <= 0.6 * gated.dense_macs * (1.2 if kind == "dynamic" else 1)
+    assert gated.sweep_tau(batches, (0.5,))[0].accuracy >= 0

@@ -145,11 +145,16 @@ def rounded(
 
 
 def inputs_of(batch: Any) -> tuple[Any, ...]:
-    """The model's arguments in a loader's batch: a tensor, or (images, labels), or {"image": …}."""
+    """The model's arguments in a loader's batch: a tensor, or (images, labels), or {"image": …}; where the model takes
+    several, ((first, second), labels)."""
     if isinstance(batch, Tensor):
         return (batch,)
-    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
-        return (batch[0],)
+    if isinstance(batch, (tuple, list)) and batch:
+        first = batch[0]
+        if isinstance(first, Tensor):
+            return (first,)
+        if isinstance(first, (tuple, list)) and first and all(isinstance(tensor, Tensor) for tensor in first):
+            return tuple(first)
     if isinstance(batch, dict):
         for key in ("image", "images", "pixel_values", "input", "inputs", "x"):
             if isinstance(batch.get(key), Tensor):
