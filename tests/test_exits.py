@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from headgate.gates.budget import Budget
 from headgate.models.cifar_densenet import CifarDenseNet
 from headgate.models.cifar_resnet import CifarResNet
 from tests.gates.test_dynamic import opinionated_
-from tests.oracle import independent_macs, randn, randomize_
+from tests.networks import conv
+from tests.oracle import Net, independent_macs, randn, randomize_
 
 SHAPE = (3, 16, 16)
 
@@ -298,6 +300,95 @@ def test_a_saved_cascade_answers_the_same(kind: str, head: str, tmp_path: Path) 
         headgate.load(tmp_path / "exits.safetensors", CifarResNet(1, num_classes=5))
 
 
+def test_a_copy_is_a_cascade_of_its_own(tmp_path: Path) -> None:
+    """Averages of weights are taken over copies; also right after a training step."""
+    exits = cascade()
+    x = torch.cat([images for images, _ in data()])
+    exits(x)
+    twin = copy.deepcopy(exits).eval()
+    torch.save(exits, tmp_path / "pickled.pt")
+    back = torch.load(tmp_path / "pickled.pt", weights_only=False).eval()
+    expected, macs = exits.eval()(x), exits.macs()
+    exits.taus = [1.0, 1.0]
+    for other in (twin, back):
+        assert torch.equal(other(x), expected) and other.macs() == macs
+        assert other.macs() < other.dense_macs
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("late", [False, True])
+def test_other_precisions(dtype: torch.dtype, late: bool, tmp_path: Path) -> None:
+    example = randn(1, *SHAPE)
+    if late:
+        exits = headgate.add_exits(dense_net(), example, ["block1"], target=0.9).to(dtype)
+    else:
+        exits = headgate.add_exits(dense_net().to(dtype), example.to(dtype), ["block1"], target=0.9)
+    assert {p.dtype for p in exits.gates.parameters()} == {torch.float32}
+    x, y = data()[0]
+    loss = F.cross_entropy(exits(x.to(dtype)).float(), y) + exits.cost_loss() + exits.classifier_loss(y)
+    loss.backward()
+    assert exits.classifier_loss(y).dtype in (torch.float32, torch.float64)
+    answers = balanced_(exits.eval(), x.to(dtype))(x.to(dtype))
+    if not late:
+        headgate.save(exits, tmp_path / "exits.safetensors")
+        loaded = headgate.load(tmp_path / "exits.safetensors", dense_net().to(dtype))
+        assert torch.equal(loaded(x.to(dtype)), answers)
+
+
+def test_a_saved_cascade_is_as_it_was(tmp_path: Path) -> None:
+    exits = cascade(train_model=False)
+    exits.budget.target = 0.8  # moved on the way
+    headgate.save(exits, tmp_path / "exits.safetensors")
+    loaded = headgate.load(tmp_path / "exits.safetensors", dense_net())
+    assert isinstance(loaded, headgate.ExitModel)
+    assert (loaded.target, loaded.budget.target, loaded.train_model) == (0.9, 0.8, False)
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    assert not loaded.train().model.training
+
+
+class InPlace(nn.Module):
+    """What comes behind the exit overwrites it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(F.relu(self.norm(self.stem(x)), inplace=True)).mean((2, 3)))
+
+
+def test_what_is_overwritten_behind_an_exit_can_be_learned_from() -> None:
+    exits = headgate.add_exits(InPlace(), randn(1, *SHAPE), ["norm"], target=0.9)
+    x, y = data()[0]
+    (F.cross_entropy(exits(x), y) + exits.cost_loss() + exits.classifier_loss(y)).backward()
+    assert exits.heads[0].fc.weight.grad is not None
+
+
+class Products(nn.Module):
+    """Multiplies matrices outside of layers, and calls one layer on both sides of the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.second = nn.Conv2d(3, 12, 1), nn.Conv2d(12, 8, 1)
+        self.cut, self.twice = nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cut(self.twice(self.second(self.stem(x))))
+        return F.linear(self.twice(x[:, :, ::2, ::2]).mean((2, 3)), self.weight)
+
+
+def test_every_multiply_add_is_on_its_side_of_an_exit() -> None:
+    exits = headgate.add_exits(Products(), randn(1, *SHAPE), ["cut"], target=0.95)
+    places = SHAPE[1] * SHAPE[2]
+    before, after = (3 * 12 + 12 * 8 + 8 * 8 * 9) * places, 8 * 8 * 9 * places // 4 + 8 * 5
+    assert [sum(segment.values()) for segment in exits._segments] == [before, after]
+    gated = headgate.gate(randomize_(Products()), randn(1, *SHAPE), target=0.9)
+    with pytest.raises(ModelError, match="`twice` computes on both sides of an exit"):
+        headgate.add_exits(gated, randn(1, *SHAPE), ["cut"], target=0.9)
+
+
 class Around(nn.Module):
     """Its second half reads what was computed before the first half ended."""
 
@@ -331,6 +422,17 @@ def test_what_can_not_be_an_exit_is_told() -> None:
     with pytest.raises(ModelError, match="indexed"):
         shared = headgate.gate(randomize_(CifarResNet(2)), example, kind="dynamic", stream="shared", target=0.9)
         headgate.add_exits(shared, example, ["layer2.0"])
+    with pytest.raises(ModelError, match=r"gives 2 tensors .* class scores alone"):
+        headgate.add_exits(Net(lambda n, x: {"a": (y := n.a(x)).mean((2, 3)), "b": y}, a=conv(3, 8)), example, ["a"])
+    with pytest.raises(ModelError, match="has exits already"):
+        headgate.add_exits(cascade(), example, ["block1"])
+    with pytest.raises(ModelError, match="it has exits: put gates on the model's channels first"):
+        headgate.gate(cascade(), example, target=0.5)
+    drawn = cascade(headgate.gate(randomize_(CifarResNet(1)), example, target=0.9), ("layer1",)).eval()
+    for strategy in ("sample", "ensemble"):
+        drawn.model.strategy(strategy)
+        with pytest.raises(NotDecided, match="draws them anew"):
+            drawn(example)
     exits = cascade().eval()
     for ask in (exits.macs, exits.cost_loss, lambda: exits.classifier_loss(torch.zeros(1))):
         with pytest.raises(NotDecided):

@@ -72,6 +72,8 @@ class GatedModel(nn.Module):
     Made by `headgate.gate`, in train mode. Call it like the model it was made from.
     """
 
+    not_gated_because = "it has gates already: gate the model that was gated, `gated.model`, or its shrunk form"
+
     def __init__(
         self, model: nn.Module, graph: ChannelGraph, example_input: Any, target: float, loss: str,
         budget: Budget | None, gates: StaticGates, rates: float | Sequence[float] | Mapping[str, float] | None,
@@ -232,6 +234,11 @@ class GatedModel(nn.Module):
             macs += self.macs()
         self._macs = macs
         return combine(outputs, self._strategy.combine)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the strategy for eval mode draws gates, rather than decides them."""
+        return self._strategy.sampled
 
     def strategy(self, name: str, **options: Any) -> GatedModel:
         """How to infer in eval mode: "threshold" (tau), "calibrated", "sample" (generator), "always_on",

@@ -55,10 +55,9 @@ def gate(
         raise HeadgateError(f'kind={kind!r}: gates are "static" or "dynamic"')
     settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
     check_model(model)
-    if any(isinstance(module, GatedModel) for module in model.modules()):
-        raise ModelError(
-            "the model has gates already: gate the model that was gated, `gated.model`, or its shrunk form"
-        )
+    for module in model.modules():
+        if reason := getattr(type(module), "not_gated_because", None):
+            raise ModelError(f"the model can't be gated, {reason}")
     check_module_names(_names("static", static), dict(model.named_modules()), "static")
     graph = analyse(model, example_input, settings)
     if not graph.masks:

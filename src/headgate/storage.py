@@ -143,7 +143,7 @@ def _described_gated(model: GatedModel) -> tuple[dict[str, Tensor], dict[str, An
             "backward": relaxation.backward,
         },
         "rates": model._rates.tolist() if model.loss == "per_gate" else None,
-        "example": {"shape": list(examples[0].shape), "dtype": str(examples[0].dtype).removeprefix("torch.")},
+        "example": {"shape": list(examples[0].shape), "dtype": _name(examples[0].dtype)},
         "extra": model.get_extra_state(),
     }  # fmt: skip
     return tensors, description
@@ -154,16 +154,15 @@ def _rebuilt_gated(
 ) -> GatedModel:
     if fingerprint(model) != description["architecture"]:
         raise _other_model(path, description, model, "its tensors have other names or shapes")
-    example = torch.zeros(description["example"]["shape"], dtype=getattr(torch, description["example"]["dtype"]))
-    example = example.to(next(model.parameters()).device)
+    example = _example(description, model)
     options = dict(description["gate"])
     extra = description["extra"]
-    gated = gate(model, example, budget=_budget(extra), **options)
+    gated = gate(model, example, budget=_budget(extra, options["target"]), **options)
     tensors = tensors | {name: tensors[source] for name, source in description["aliases"].items()}
     gated.load_state_dict({**tensors, "_extra_state": extra})
     if description["rates"] is not None:
         gated._rates = torch.tensor(description["rates"])
-    return gated
+    return gated.eval()
 
 
 def _described_exits(model: ExitModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -178,7 +177,9 @@ def _described_exits(model: ExitModel) -> tuple[dict[str, Tensor], dict[str, Any
     return tensors, {
         "kind": "exits", "class": description["class"], "inner": description, "at": list(model.names[:-1]),
         "head": head, "target": model.target, "classifier_weight": model.classifier_weight,
-        "example": list(model.example_shape), "extra": model.get_extra_state(),
+        "train_model": model.train_model,
+        "example": {"shape": list(model.example_shape), "dtype": _name(model.example_dtype)},
+        "extra": model.get_extra_state(),
     }  # fmt: skip
 
 
@@ -190,14 +191,27 @@ def _rebuilt_exits(
     network = _rebuilt(path, inner, description["inner"], model)
     extra = description["extra"]
     exits = add_exits(
-        network, torch.zeros(description["example"]), description["at"], head=description["head"],
-        target=description["target"], budget=_budget(extra), classifier_weight=description["classifier_weight"],
+        network, _example(description, model), description["at"], head=description["head"],
+        target=description["target"], budget=_budget(extra, description["target"]),
+        classifier_weight=description["classifier_weight"], train_model=description["train_model"],
     )  # fmt: skip
     exits.load_state_dict(own | {"_extra_state": extra}, strict=False)
     return exits.eval()
 
 
-def _budget(extra: Mapping[str, Any]) -> Budget:
-    """A fresh budget of the settings of a saved one."""
-    names = ("target", "ramp_steps", "weight", "integral_rate", "scale_gradient")
-    return Budget(**{name: extra["budget"][name] for name in names})
+def _budget(extra: Mapping[str, Any], target: float) -> Budget:
+    """A fresh budget of the settings of a saved one, for the target that the model was made with: the one that it had
+    at last comes with the rest of its state."""
+    names = ("ramp_steps", "weight", "integral_rate", "scale_gradient")
+    return Budget(target, **{name: extra["budget"][name] for name in names})
+
+
+def _example(description: Mapping[str, Any], model: nn.Module) -> Tensor:
+    """Zeros in the shape of the example input, on the model's device."""
+    given = description["example"]
+    device = next(model.parameters()).device
+    return torch.zeros(given["shape"], dtype=getattr(torch, given["dtype"]), device=device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

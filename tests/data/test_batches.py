@@ -285,4 +285,8 @@ def test_a_part_is_taken_from_all_over_a_split() -> None:
     labels = torch.cat([labels for _, labels in part])
     assert labels.tolist() == [each for each in range(10) for _ in range(2)]
     assert [len(labels) for _, labels in Part(split, batch_size=64)] == [64, 36]
-    assert len(Part(split, 1000)) == 100 and sum(len(labels) for _, labels in Part(split, 30)) == 30
+    assert len(Part(split, 1000)) == 100
+    for wanted in (1, 7, 30, 51, 60, 99):
+        seen = torch.cat([labels for _, labels in Part(split, wanted)])
+        assert len(seen) == len(Part(split, wanted)) <= wanted
+        assert wanted < 20 or seen.unique().tolist() == list(range(10)), "no class is left out"

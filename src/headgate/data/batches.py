@@ -78,7 +78,7 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a split's images, taken evenly over it, as often as they are asked for; `images=0`: all of them.
+    """Every so many of a split's images, at most `images` of them, as often as they are asked for; 0: all of them.
 
     The first images would not do: folders are read class by class.
     """
@@ -89,18 +89,13 @@ class Part:
 
     @property
     def stride(self) -> int:
-        return max(1, len(self.split) // self.images) if self.images else 1
+        return max(1, -(-len(self.split) // self.images)) if self.images else 1
 
     def __len__(self) -> int:
-        return min(len(self.split), self.images or len(self.split))
+        return -(-len(self.split) // self.stride)
 
     def __iter__(self) -> Iterator[Batch]:
-        left = len(self)
-        for images, labels in self.split.eval_batches(self.batch_size, rank=0, processes=self.stride):
-            yield images[:left], labels[:left]
-            left -= len(labels)
-            if left <= 0:
-                return
+        yield from self.split.eval_batches(self.batch_size, rank=0, processes=self.stride)
 
 
 # The order of an epoch.

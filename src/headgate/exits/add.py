@@ -6,6 +6,7 @@ Everything is read from the traced graph; the model's own code stays as it is. K
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,8 @@ from headgate.gates.budget import Budget, check_budget_, parse_target
 from headgate.gates.dynamic import GateNetwork
 from headgate.graph.analyse import check_module_names
 from headgate.graph.macs import count_macs, traced_macs
+from headgate.graph.op_rules import OP_MACS
+from headgate.graph.relayout import dense_name
 from headgate.graph.trace import ModuleSpan, Trace, stripped_copy, tensors_in
 
 LEAVES_AT_FIRST = 0.1
@@ -71,11 +74,14 @@ def add_exits(
     channels = [span.outputs[0].shape[1] for span in spans]
     heads = [make_head(width, classes) for width in channels]
     gates = [GateNetwork(width + classes, 1, initial_probability) for width in channels]
-    device = next(network.parameters()).device
-    head_macs = [_head_macs(made.to(device), span, example_input) for made, span in zip(heads, spans, strict=True)]
+    like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
+    segments = _segments(recorded, costs, spans)
+    if isinstance(copied, GatedModel):
+        _check_sides(segments)
+    head_macs = [_head_macs(made.to(like), span, like) for made, span in zip(heads, spans, strict=True)]
     made = ExitModel(
-        copied, [span.name for span in spans], heads, [gate.to(device) for gate in gates], head_macs,
-        _segments(recorded, costs, spans), share, budget, classifier_weight, example_input.shape,
+        copied, [span.name for span in spans], heads, [gate.to(like.device) for gate in gates], head_macs,
+        segments, share, budget, classifier_weight, example_input,
     )  # fmt: skip
     least = made.least_macs()
     if least is not None and share * made.dense_macs < least:
@@ -90,6 +96,8 @@ def add_exits(
 
 
 def _copied(model: nn.Module) -> nn.Module:
+    if isinstance(model, ExitModel):
+        raise ModelError("the model has exits already: name all of them at once, from `exits.model`")
     if isinstance(model, GatedModel):
         model.unsqueeze_()
         model._last = None
@@ -137,25 +145,50 @@ def _check_gates(gated: GatedModel, spans: Sequence[ModuleSpan]) -> None:
 def _classes(model: nn.Module, example_input: Tensor) -> int:
     training = model.training
     with torch.no_grad():
-        logits = tensors_in(model.eval()(example_input))[0]
+        outputs = tensors_in(model.eval()(example_input))
     model.train(training)
-    if logits.dim() != 2:
-        raise ModelError(f"a classifier gives (images, classes), this model gives {tuple(logits.shape)}")
-    return logits.shape[1]
+    if len(outputs) != 1:
+        shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
+        raise ModelError(
+            f"the model gives {len(outputs)} tensors ({shapes}): wrap it so that it gives class scores alone"
+        )
+    if outputs[0].dim() != 2:
+        raise ModelError(f"a classifier gives (images, classes), this model gives {tuple(outputs[0].shape)}")
+    return outputs[0].shape[1]
 
 
-def _head_macs(head: nn.Module, span: ModuleSpan, example_input: Tensor) -> int:
-    shape = span.outputs[0].shape
-    return count_macs(head, torch.zeros(1, *shape[1:], device=example_input.device))
+def _head_macs(head: nn.Module, span: ModuleSpan, like: Tensor) -> int:
+    return count_macs(head, like.new_zeros(1, *span.outputs[0].shape[1:]))
 
 
 def _segments(recorded: Trace, costs: dict[str, int], spans: Sequence[ModuleSpan]) -> list[dict[str, int]]:
-    """The layers between the cuts, with their multiply-adds."""
-    first_call: dict[str, int] = {}
-    for call in recorded.calls:
-        first_call.setdefault(call.layer if call.layer is not None else call.inside, call.index)
+    """The layers between the cuts, with their multiply-adds; a layer that is called on both sides of a cut is divided
+    in proportion to what its calls compute."""
     ends = [span.last for span in spans]
+    weights: dict[str, list[int]] = {}
+    for call in recorded.calls:
+        if call.layer is not None:
+            name, weight = dense_name(call.layer), sum(math.prod(value.shape) for value in call.outputs)
+        elif call.target in OP_MACS:
+            name, weight = call.inside or "(model)", OP_MACS[call.target](call)
+        else:
+            continue
+        shares = weights.setdefault(name, [0] * (len(spans) + 1))
+        shares[sum(call.index >= end for end in ends)] += weight
     segments: list[dict[str, int]] = [{} for _ in range(len(spans) + 1)]
     for name, macs in costs.items():
-        segments[sum(first_call[name] >= end for end in ends)][name] = macs
+        shares = weights[name]
+        for segment, share in zip(segments, shares, strict=True):
+            if share:
+                segment[name] = macs * share // sum(shares)
     return segments
+
+
+def _check_sides(segments: Sequence[dict[str, int]]) -> None:
+    """What gates leave of a layer is known for the layer, not for each of its calls."""
+    for name in set().union(*segments):
+        if sum(name in segment for segment in segments) > 1:
+            raise ModelError(
+                f"`{name}` computes on both sides of an exit, and the model is gated: choose another exit, "
+                "or add exits to the model without gates"
+            )

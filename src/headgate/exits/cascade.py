@@ -9,7 +9,7 @@ where none is left. Knows nothing of how a model is traced or where it can be cu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +94,8 @@ class _Watching:
         self.wishes: list[Tensor] = []
 
     def arrive(self, number: int, x: Tensor) -> None:
+        if torch.is_grad_enabled():
+            x = x.clone()  # what comes next may overwrite it, and the classifier's gradient needs it as it is here
         answers = self.exits.heads[number](x)
         self.answers.append(answers)
         self.wishes.append(self.exits.wish(number, x, answers))
@@ -123,13 +125,28 @@ class _Leaving:
         return x[~leaves]
 
 
+class _Arrival:
+    """The hook behind a module where images can leave. An object, so that a copied model's hooks are the copy's."""
+
+    def __init__(self, exits: ExitModel, number: int) -> None:
+        self.exits = exits
+        self.number = number
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
+        under_way = self.exits._pass
+        return None if under_way is None else under_way.arrive(self.number, output)
+
+
 class ExitModel(nn.Module):
-    """A model whose images can leave early. Made by `headgate.add_exits`, in train mode; call it like the model."""
+    """A model whose images can leave early. Made by `headgate.add_exits`, in train mode; called like the model, it
+    gives class scores."""
+
+    not_gated_because = "it has exits: put gates on the model's channels first, then add_exits to the gated model"
 
     def __init__(
         self, model: nn.Module, names: Sequence[str], heads: Sequence[nn.Module],
         gates: Sequence[GateNetwork], head_macs: Sequence[int], segments: Sequence[dict[str, int]], target: float,
-        budget: Budget | None, classifier_weight: float, example_shape: Sequence[int],
+        budget: Budget | None, classifier_weight: float, example_input: Tensor,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
@@ -142,7 +159,7 @@ class ExitModel(nn.Module):
         self.relaxation = Relaxation()
         self.dense_macs = sum(sum(segment.values()) for segment in segments)
         """Of the model without exits, all its channels open."""
-        self.example_shape = tuple(example_shape)
+        self.example_shape, self.example_dtype = tuple(example_input.shape), example_input.dtype
         self._segments = tuple(segments)
         self._head_macs = tuple(head_macs)
         self.train_model = True
@@ -155,16 +172,14 @@ class ExitModel(nn.Module):
         self._macs: float | None = None
         modules = dict(self._network().named_modules())
         for number, name in enumerate(names):
-            modules[name].register_forward_hook(self._hook(number))
+            modules[name].register_forward_hook(_Arrival(self, number))
 
     def _network(self) -> nn.Module:
         return self.model.model if isinstance(self.model, GatedModel) else self.model
 
-    def _hook(self, number: int) -> Callable[[nn.Module, Any, Any], Tensor | None]:
-        def arrive(module: nn.Module, args: Any, output: Any) -> Tensor | None:
-            return None if self._pass is None else self._pass.arrive(number, output)
-
-        return arrive
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the last pass: a graph of gradients can be neither copied nor written."""
+        return self.__dict__ | {"_pass": None, "_logits": [], "_reach_BK": None}
 
     def wish(self, number: int, x: Tensor, answers: Tensor) -> Tensor:
         """The logit of leaving at exit `number`, for each image: from its mean activations there, and from how sure the
@@ -201,9 +216,12 @@ class ExitModel(nn.Module):
         watching = _Watching(self)
         with self._passing(watching):
             last = tensors_in(self.model(*args, **kwargs))[0]
-        if len(watching.answers) != len(self.heads):
-            raise HeadgateError("not every exit was passed: the forward pass took another way than in the example")
+        self._check_passed(len(watching.answers))
         return [*watching.answers, last], watching.wishes
+
+    def _check_passed(self, exits: int) -> None:
+        if exits != len(self.heads):
+            raise HeadgateError("not every exit was passed: the forward pass took another way than in the example")
 
     def _train_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         self._logits, wishes = self._watch(args, kwargs)
@@ -211,15 +229,21 @@ class ExitModel(nn.Module):
         noise = logistic_noise(tuple(wishes_BK.shape), wishes_BK.device, None)
         leaves_BK = draw(wishes_BK, noise, self.relaxation)
         self._reach_BK, leave_BK = _ways(leaves_BK)
-        return (torch.stack(self._logits, 2).float() * leave_BK[:, None]).sum(2)
+        return (torch.stack(self._logits, 2) * leave_BK[:, None]).sum(2)
 
     def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if isinstance(self.model, GatedModel) and self.model.sampled:
+            raise NotDecided(
+                "images leave under channels that are decided, but the strategy of the gated model draws them anew: "
+                "use exits.model.strategy('threshold'), or 'calibrated'"
+            )
         given = tensors_in((args, kwargs))
         leaving = _Leaving(self, len(given[0]))
         self._reach_BK = None
         with self._passing(leaving):
             try:
                 last = tensors_in(self.model(*args, **kwargs))[0]
+                self._check_passed(len(leaving.entered) - 1)
                 leaving.answered.append((leaving.inside, last))
             except _Everyone:
                 pass
@@ -237,7 +261,7 @@ class ExitModel(nn.Module):
             return None  # images that left are not in the counts of those that stayed
         counts = [*entered, *[0] * (len(self.names) - len(entered))]
         reach = torch.tensor([counts], dtype=torch.float64) / images
-        return float(self.shares_B(reach)) * self.dense_macs
+        return float(self.shares_B(reach).detach().mean()) * self.dense_macs
 
     def least_macs(self) -> float | None:
         """Of an image that leaves at the first exit; None where that depends on the channels that are open."""
@@ -302,7 +326,8 @@ class ExitModel(nn.Module):
         """The mean cross-entropy of all exits on all images, times `classifier_weight`: for the pass just done."""
         if not self._logits:
             raise NotDecided("classifier_loss() is about a forward pass in train mode, and there was none")
-        losses = [F.cross_entropy(logits, labels, label_smoothing=label_smoothing) for logits in self._logits]
+        exact = [logits if logits.dtype == torch.float64 else logits.float() for logits in self._logits]
+        losses = [F.cross_entropy(logits, labels, label_smoothing=label_smoothing) for logits in exact]
         return self.classifier_weight * torch.stack(losses).mean()
 
     def gate_parameters(self) -> list[nn.Parameter]:

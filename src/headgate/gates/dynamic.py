@@ -58,6 +58,15 @@ class GateNetwork(nn.Module):
         """Multiply-adds an image."""
         return HIDDEN * (self.trunk.in_features + self.head.out_features)
 
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        """Move with the model, but stay float32, like all gates."""
+        before = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
+        super()._apply(fn, recurse)
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            if tensor.is_floating_point() and tensor.dtype != torch.float32:
+                tensor.data = before[name].to(tensor.device)
+        return self
+
 
 class DynamicGates(nn.Module):
     """The gate networks of all sites."""
@@ -85,15 +94,6 @@ class DynamicGates(nn.Module):
     def macs(self) -> int:
         """Multiply-adds an image, of all sites."""
         return sum(network.macs for network in self.networks if isinstance(network, GateNetwork))
-
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Move with the model, but stay float32, like all gates."""
-        before = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
-        super()._apply(fn, recurse)
-        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            if tensor.is_floating_point() and tensor.dtype != torch.float32:
-                tensor.data = before[name].to(tensor.device)
-        return self
 
 
 def pooled(x: Tensor, site: Site, images: int) -> Tensor:
