@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ def _described_exits(model: ExitModel) -> tuple[dict[str, Tensor], dict[str, Any
     return tensors, {
         "kind": "exits", "class": description["class"], "inner": description, "at": list(model.names[:-1]),
         "head": head, "target": model.target, "classifier_weight": model.classifier_weight,
-        "train_model": model.train_model,
+        "train_model": model.train_model, "relaxation": asdict(model.relaxation),
         "example": {"shape": list(model.example_shape), "dtype": _name(model.example_dtype)},
         "extra": model.get_extra_state(),
     }  # fmt: skip
@@ -194,6 +195,7 @@ def _rebuilt_exits(
         network, _example(description, model), description["at"], head=description["head"],
         target=description["target"], budget=_budget(extra, description["target"]),
         classifier_weight=description["classifier_weight"], train_model=description["train_model"],
+        **description["relaxation"],
     )  # fmt: skip
     exits.load_state_dict(own | {"_extra_state": extra}, strict=False)
     return exits.eval()

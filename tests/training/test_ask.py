@@ -3,13 +3,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import headgate
 from headgate.cli import app
-from tests.training.runs import run
+from headgate.models.cifar_resnet import CifarResNet
+from tests.training.runs import TINY, run
 from tests.training.tiny import make
 
 
@@ -113,6 +116,10 @@ def test_a_conditional_run_answers_too(conditional: Path, tmp_path: Path) -> Non
     assert "ms an image" in ask("evaluate", str(conditional), "--sweep-tau")
     (sampled,) = json.loads(ask("evaluate", str(conditional), "--of", "trained", "--strategy", "sample", "--json"))
     assert sampled["network"] == "trained, sample"
+    (decided,) = json.loads(ask("evaluate", str(conditional), "--strategy", "threshold", "--json"))
+    assert decided["network"] == "conditional, threshold"
+    (dense,) = json.loads(ask("evaluate", str(conditional), "--of", "dense", "--json"))
+    assert dense == rows["dense"]
     bench = ["bench", str(conditional), "--batch", "1", "--batch", "4", "--rounds", "2", "--threads", "1", "--json"]
     assert [row["batch"] for row in json.loads(ask(*bench))] == [1, 4]
     written = ask("shrink", str(conditional), "--onnx", str(tmp_path / "masked.onnx"))
@@ -126,8 +133,12 @@ def test_a_run_with_exits_answers_too(tmp_path: Path) -> None:
     assert 0 < rows["cascade"]["macs_fraction"] < 1.1 and set(rows) == {"dense", "cascade"}
     bench = ["bench", str(folder), "--batch", "1", "--batch", "8", "--rounds", "2", "--threads", "1", "--json"]
     assert [row["batch"] for row in json.loads(ask(*bench))] == [1, 8]
-    result = CliRunner().invoke(app, ["shrink", str(folder), "--onnx", str(tmp_path / "x.onnx")])
-    assert result.exit_code == 1 and "cascade.safetensors" in result.stderr
+    for words, message in (
+        (["shrink", str(folder), "--onnx", str(tmp_path / "x.onnx")], "cascade.safetensors"),
+        (["bench", str(folder), "--batch", "1000"], "there are only 360 images"),
+    ):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 1 and message in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -149,10 +160,21 @@ def test_what_a_conditional_run_can_not_do(conditional: Path, words: list[str], 
         (["train"], "names no model"), (["train", "cifar10-resnet57-static"], "did you mean"),
         (["train", "--resume", "nowhere"], "is no run"), (["train", "digits-static", "--resume", "x"], "leave out"),
         (["train", "cifar10-resnet20-static", "--data-dir", "nowhere"], "headgate data cifar10"),
+        (["train", "digits-static", "--out", "a_file"], "a_file is a file"),
+        (["train", "digits-static", "--out", "/proc/nowhere"], "can't be written"),
+        (["train", "digits-static", "--seed", "99999999999999999999"], "2^63"),
+        (["train", "digits-static", "--kind", "dynamic", "--round-to", "8"], "no widths to round"),
+        (["train", "digits-static", "--target", "1000"], "can't be reached"),
+        (["train", "digits-static", "--no-train-model"], "left out without exits"),
+        (["train", "digits-static", "--exits", "layer1", "--tune-epochs", "0", "--frozen", "x"], "left out with exits"),
+        (["train", "--model", "digits_resnet", "--dense-epochs", "0", "--gate-epochs", "0", "--tune-epochs", "0",
+          "--weights", "w.safetensors", "--dry-run"], "w.safetensors"),
+        (["train", "digits-static", "--distill", "0.5", "--teacher", f"{TINY}=w.safetensors"], "w.safetensors"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("a_file").touch()
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
     assert message in result.stderr and "Traceback" not in result.output
@@ -189,3 +211,56 @@ def test_places_that_are_not_there_are_told_before_the_work(folder: Path, tmp_pa
     for option in ("--out", "--onnx"):
         result = CliRunner().invoke(app, ["shrink", str(folder), option, str(tmp_path / "no" / "file.onnx")])
         assert result.exit_code == 1 and "there is no folder" in result.output
+
+
+def test_a_teacher_of_other_classes_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = "from headgate.models.cifar_resnet import CifarResNet\ndef {}():\n    return CifarResNet(1, {}, width=4)\n"
+    Path("nets.py").write_text(
+        lines.format("seven", "7, in_channels=1") + lines.format("coloured", "10, in_channels=3")
+    )
+    for name, net, message in (
+        ("seven", CifarResNet(1, 7, in_channels=1, width=4), "gives (7,) scores an image, its student (10,)"),
+        ("coloured", CifarResNet(1, 10, in_channels=3, width=4), "rejects images of shape"),
+    ):
+        save_file(net.state_dict(), f"{name}.safetensors")
+        words = ["train", "digits-static", "--distill", "0.5", "--teacher", f"nets.py:{name}={name}.safetensors"]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 1 and message in result.stderr, result.output
+    assert not Path("runs").exists()
+
+
+def test_images_in_folders_may_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--data-dir` says where they are: at the start the folder around them, later the folder itself."""
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 3, 8, 8), dtype=np.uint8)
+    for split in ("train", "val"):
+        for label in (0, 1):
+            folder = tmp_path / "store" / "images" / split / str(label)
+            folder.mkdir(parents=True)
+            for number in range(8):
+                Image.fromarray(pixels[label].transpose(1, 2, 0)).save(folder / f"{number}.png")
+    net = tmp_path / "net.py"
+    net.write_text(
+        "from headgate.models.cifar_resnet import CifarResNet\ndef make():\n    return CifarResNet(1, 2, width=4)\n"
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["train", "--model", f"{net}:make", "--image-size", "8", "--batch-size", "8", "--dense-epochs", "1"]
+    words += ["--gate-epochs", "1", "--tune-epochs", "0", "--calibration-batches", "2"]
+    for given in (
+        ["--data", "folder:images", "--data-dir", str(tmp_path / "store")],
+        ["--data", "folder:~/store/images"],
+    ):
+        ask(*words, *given, "--dry-run")
+    run = tmp_path / "run"
+    ask(*words, "--data", "folder:images", "--data-dir", str(tmp_path / "store"), "--out", str(run), "--quiet")
+    assert json.loads((run / "recipe.json").read_text())["data"] == f"folder:{tmp_path / 'store' / 'images'}"
+    (run / "result.json").unlink()  # as if it had been stopped
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    result = CliRunner().invoke(app, ["train", "--resume", str(run)])
+    assert result.exit_code == 1 and "store" in result.stderr
+    ask("train", "--resume", str(run), "--data-dir", str(tmp_path / "elsewhere" / "images"), "--quiet")
+    assert (run / "result.json").is_file()
+    ask("evaluate", str(run), "--data-dir", str(tmp_path / "elsewhere" / "images"))

@@ -78,7 +78,7 @@ def train(
         chosen = None if resume is not None else overridden(recipe_named(recipe) if recipe else Recipe(), changes)
         folder = resume or out or _default_folder(chosen)
         if dry_run:
-            start.forecast(chosen if chosen is not None else overridden(start.recipe_in(folder), places))
+            start.dry_run(folder, chosen, places)
             return
         options = start.Options(tensorboard=tensorboard, quiet=quiet or as_json, checkpoint_seconds=checkpoint_seconds)
         try:
@@ -111,7 +111,9 @@ def print_result(folder: Path, result: dict[str, Any]) -> None:
     print_table(str(folder), ["network", f"{result['measured_on']} accuracy", "MACs", "of dense", "parameters"], rows)
     spent = ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items())
     run = shlex.quote(str(folder))
-    following = [f"headgate bench {run}", f"headgate report {run}"]
+    following = [f"headgate report {run}"]
+    if len(result["accuracy"]) > 1:
+        following.insert(0, f"headgate bench {run}")
     if "shrunk" in result["accuracy"]:
         following.insert(0, f"headgate shrink {run} --onnx small.onnx")
     elif len(result["accuracy"]) > 1:

@@ -18,6 +18,7 @@ from headgate.exits.heads import MakeHead, head_maker
 from headgate.gated import GatedModel
 from headgate.gates.budget import Budget, check_budget_, parse_target
 from headgate.gates.dynamic import GateNetwork
+from headgate.gates.gumbel import Backward, Relaxation
 from headgate.graph.analyse import check_module_names
 from headgate.graph.macs import count_macs, traced_macs
 from headgate.graph.op_rules import OP_MACS
@@ -39,6 +40,9 @@ def add_exits(
     classifier_weight: float = 1.0,
     initial_probability: float = LEAVES_AT_FIRST,
     train_model: bool = True,
+    temperature: float = 1.0,
+    hard: bool = True,
+    backward: Backward = "sample",
 ) -> ExitModel:
     """Put an intermediate classifier and a gate behind the modules `at`. The model itself is not changed.
 
@@ -46,13 +50,13 @@ def add_exits(
     cut must be the only way through: what comes after it reads its output and nothing computed before. `head` is the
     kind of classifier: "mean", "conv", or what makes one from (channels, classes). `target` is a share of the whole
     model's MACs, or a number such as "60M". With `train_model=False` only classifiers and gates learn, and the last
-    exit answers as the model always did.
+    exit answers as the model always did. `temperature`, `hard` and `backward` are those of `headgate.gate`.
     """
     if isinstance(at, str) or not at:
         raise HeadgateError(f"at={at!r}: pass a list of module names, such as at=['layer1', 'layer2']")
     if len(set(at)) < len(at):
         raise HeadgateError(f"at={list(at)!r} names a module twice: name every exit once")
-    make_head = head_maker(head)
+    make_head, relaxation = head_maker(head), Relaxation(temperature, hard, backward)
     if not 0 < initial_probability < 1:
         raise HeadgateError(f"initial_probability={initial_probability}: P(leave) at the start lies between 0 and 1")
     copied = _copied(model)
@@ -89,6 +93,7 @@ def add_exits(
             f"target {share:.3g} can't be reached: up to `{spans[0].name}`, with its classifier and gate, "
             f"{least / made.dense_macs:.3f} of the MACs are needed. Choose a higher one, or an earlier first exit"
         )
+    made.relaxation = relaxation
     made.train_model = train_model
     if not train_model:
         made.model.requires_grad_(False)

@@ -47,9 +47,10 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
     }
     if not path.parent.is_dir():
         raise FileError(f"{path}: the folder {path.parent} does not exist: create it first")
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    scratch = ""
     try:
+        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
         save_file(kept, scratch, metadata=header)
         os.chmod(scratch, 0o644)
         _to_disk(scratch)

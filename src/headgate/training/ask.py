@@ -10,7 +10,6 @@ import json
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from headgate.graph.macs import count_macs
 from headgate.inference.export import export_onnx
 from headgate.storage import load, save
 from headgate.training.loop import EVAL_BATCH, measure
-from headgate.training.prepare import Start, data_of, start_of
+from headgate.training.prepare import Start, data_of, start_of, with_data_in
 from headgate.training.run import NETWORKS, RESULT, measured, recipe_in
 from headgate.training.team import Team
 
@@ -47,10 +46,7 @@ TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 def open_run(folder: Path, data_dir: str | None = None) -> tuple[Start, DataSet]:
     """Where a run started from, and its data."""
-    recipe = recipe_in(folder)
-    if data_dir is not None:
-        data = f"folder:{Path(data_dir).resolve()}" if recipe.data.startswith("folder:") else recipe.data
-        recipe = replace(recipe, data_dir=data_dir, data=data)
+    recipe = with_data_in(recipe_in(folder), data_dir)
     images = data_of(recipe)
     return start_of(recipe, images.shape), images
 
@@ -65,6 +61,8 @@ def _start(folder: Path) -> Start:
 
 def network(folder: Path, name: str, start: Start) -> nn.Module:
     """One network of a run's folder."""
+    if name not in NETWORKS:
+        raise HeadgateError(f"there is no network {name!r}: a run has {', '.join(NETWORKS)}")
     path = folder / NETWORKS[name]
     if not path.is_file():
         there = [known for known, file in NETWORKS.items() if (folder / file).is_file()]
@@ -79,16 +77,17 @@ def network(folder: Path, name: str, start: Start) -> nn.Module:
 
 def _gated(folder: Path, start: Start, name: str | None = None) -> GatedModel:
     """A network whose gates can still be moved: the last one, unless another is named."""
-    if name is None:
-        name = "conditional" if (folder / NETWORKS["conditional"]).is_file() else "gated"
-    if name not in NETWORKS:
-        raise HeadgateError(f"there is no network {name!r}: a run has {', '.join(NETWORKS)}")
+    name = name or _last_gated(folder)
     gated = network(folder, name, start)
     if not isinstance(gated, GatedModel):
         raise HeadgateError(
             f"the {name} network of {folder} has no gates to decide: leave out --strategy and --sweep-tau"
         )
     return gated.eval()
+
+
+def _last_gated(folder: Path) -> str:
+    return "conditional" if (folder / NETWORKS["conditional"]).is_file() else "gated"
 
 
 def movable(folder: Path, start: Start, name: str | None = None) -> GatedModel | ExitModel:
@@ -111,7 +110,7 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Accuracy and MACs: of every network of the run, or of the gated one under a strategy or over tau.
 
-    `of` names another gated network than the last: "trained" is the one before calibration.
+    `of` names one network of the run: "trained" is the one before calibration.
     """
     start, data = open_run(folder, data_dir)
     team = Team()
@@ -127,12 +126,10 @@ def evaluate(
     elif strategy is not None:
         gated = _gated(folder, start, of).to(team.device)
         gated.strategy(strategy, **_with_generator(options or {}, team.device))
-        rows = [(f"{of or 'gated'}, {strategy}", *measure(gated, data.test, team))]
+        rows = [(f"{of or _last_gated(folder)}, {strategy}", *measure(gated, data.test, team))]
     else:
         names = [name for name, file in NETWORKS.items() if (folder / file).is_file() and name != "trained"]
-        there = {name: network(folder, name, start) for name in names}
-        if of is not None:
-            there = {of: _gated(folder, start, of)}
+        there = {name: network(folder, name, start) for name in (names if of is None else [of])}
         rows = [
             (TITLES.get(name, name), *measured(net.to(team.device), data.test, team, start.example))
             for name, net in there.items()
@@ -166,8 +163,10 @@ def sweep_milliseconds(
 
 
 def timed_images(split: Split, count: int) -> Tensor:
-    """Images to take the time of, from all over a split: what one takes depends on the image."""
-    return next(iter(Part(split, count, batch_size=count)))[0]
+    """So many images to take the time of, from all over a split: what one takes depends on the image."""
+    batches = split.eval_batches(EVAL_BATCH, rank=0, processes=max(1, len(split) // count))
+    more = torch.cat([images for images, _ in batches])  # as many or up to twice as many
+    return more[torch.linspace(0, len(more) - 1, min(count, len(more))).long()]
 
 
 def _at_taus(
@@ -322,6 +321,8 @@ def _bench_conditional(
                 name: timing_of([ms / len(parts) for ms in timing.samples_ms]) for name, timing in timings.items()
             }
             rows.append(_bench_row("PyTorch", batch, threads, a_batch["dense"], a_batch["small"], fewer))
+    if not rows:
+        raise HeadgateError(f"batches of {', '.join(map(str, batches))}: there are only {len(data.test)} images")
     return rows
 
 

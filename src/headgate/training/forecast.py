@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from headgate.data.batches import DataSet
+from headgate.errors import HeadgateError
 from headgate.training.journal import SilentJournal
 from headgate.training.loop import Surroundings, begin, prepared, train_step
 from headgate.training.prepare import Start, check, data_of, gated_of, start_of, teacher_of, tuned_of
@@ -72,6 +73,8 @@ def measure(recipe: Recipe) -> Forecast:
     data = data_of(recipe)
     check(recipe, data)
     start = start_of(recipe, data.shape)
+    if not recipe.epochs:
+        raise HeadgateError("the run has no epochs, so there is nothing to measure: give --gate-epochs")
     phases = tuple(
         _measure_phase(name, start, data, Team(recipe.precision)) for name in PHASES if recipe.epochs_of(name)
     )
@@ -84,7 +87,7 @@ def _measure_phase(name: PhaseName, start: Start, data: DataSet, team: Team) -> 
     net = _net(name, start, steps).to(team.device)
     seconds, kept = {}, {}
     for count in PROCESSES:
-        if recipe.batch_size % count == 0:
+        if recipe.batch_size % count == 0 and (count == 1 or recipe.batch_size > count):  # one image has no variance
             share = replace(recipe, batch_size=recipe.batch_size // count)
             seconds[count], kept[count] = _measure_steps(name, net, replace(start, recipe=share), data, team)
     learning = sum(p.numel() * p.element_size() for p in net.parameters() if p.requires_grad)

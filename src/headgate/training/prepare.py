@@ -69,7 +69,7 @@ def data_of(recipe: Recipe) -> DataSet:
 def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> GatedModel | ExitModel:
     """The network with the recipe's gates, on channels or behind exits, its budget planned over `steps` steps."""
     granularity: Any = int(recipe.granularity) if recipe.granularity.isdigit() else recipe.granularity
-    share = parse_target(as_target(recipe.target), count_macs(model, example))
+    share = parse_target(recipe.target, count_macs(model, example))
     budget = (
         Budget.paper(share)
         if recipe.budget == "paper"
@@ -79,6 +79,7 @@ def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> G
         return add_exits(
             model, example, recipe.exits, head=recipe.exit_head, target=share, budget=budget,
             classifier_weight=recipe.classifier_weight, train_model=recipe.train_model,
+            temperature=recipe.temperature, hard=recipe.hard, backward=recipe.backward,  # type: ignore[arg-type]
         )  # fmt: skip
     options: dict[str, Any] = {
         "kind": recipe.kind, "granularity": granularity, "loss": recipe.loss, "static": recipe.static,
@@ -87,14 +88,6 @@ def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> G
         "hard": recipe.hard, "backward": recipe.backward,
     }  # fmt: skip
     return gate(model, example, target=share, frozen=recipe.frozen, budget=budget, **options)
-
-
-def as_target(text: str) -> float | str:
-    """`0.5` is a share, `60M` a number of MACs."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def teacher_of(recipe: Recipe, phase: PhaseName, dense: nn.Module, shape: tuple[int, ...]) -> nn.Module | None:
@@ -132,10 +125,27 @@ def check(recipe: Recipe, data: DataSet) -> None:
         raise ModelError(
             f'"{recipe.model}" gives {tuple(logits.shape[1:])} scores an image, but the data has {data.classes} classes'
         )
-    for phase in ("gates", "tune"):
-        teacher_of(recipe, phase, model, tuple(start.example.shape))
+    teacher = teacher_of(recipe, "tune", model, tuple(start.example.shape))
+    if teacher is not None:
+        _check_teacher(teacher, start.example, logits, recipe)
     if recipe.gate_epochs:
         tuned_of(gated_of(model, start.example, recipe, 1), recipe)
+
+
+def _check_teacher(teacher: nn.Module, example: Tensor, logits: Tensor, recipe: Recipe) -> None:
+    try:
+        with torch.no_grad():
+            answers = tensors_in(teacher(example))[0]
+    except Exception as error:
+        raise ModelError(
+            f"the teacher {recipe.teacher!r} rejects images of shape {tuple(example.shape[1:])} "
+            f"({type(error).__name__}: {error}): choose another"
+        ) from error
+    if answers.shape != logits.shape:
+        raise ModelError(
+            f"the teacher {recipe.teacher!r} gives {tuple(answers.shape[1:])} scores an image, "
+            f"its student {tuple(logits.shape[1:])}: choose one of the same classes"
+        )
 
 
 def _check_compiler() -> None:
@@ -153,6 +163,10 @@ def tuned_of(gated: GatedModel | ExitModel, recipe: Recipe) -> nn.Module:
     if isinstance(gated, ExitModel):
         return gated
     if gated.dynamic is not None:
+        if recipe.round_to != 1:
+            raise HeadgateError(
+                f"round_to={recipe.round_to}: gates that depend on the input leave no widths to round; leave it out"
+            )
         return gated.settle_()
     generator = torch.Generator().manual_seed(0)
     gated.set_gate_probabilities(
@@ -172,13 +186,26 @@ def with_absolute_places(recipe: Recipe) -> Recipe:
     for name in ("weights", "data_dir"):
         value = getattr(recipe, name)
         if value is not None and value != "pretrained":
-            changes[name] = os.path.abspath(value)
+            changes[name] = _absolute(value)
     file, colon, function = recipe.model.rpartition(":")
     if file.endswith(".py"):
         changes["model"] = os.path.abspath(file) + colon + function
     if recipe.data.startswith("folder:"):
-        changes["data"] = "folder:" + os.path.abspath(recipe.data.removeprefix("folder:"))
+        path = os.path.expanduser(recipe.data.removeprefix("folder:"))
+        changes["data"] = "folder:" + _absolute(os.path.join(recipe.data_dir or "", path))
     if recipe.teacher is not None:
         model, equals, weights = recipe.teacher.rpartition("=")
-        changes["teacher"] = model + equals + os.path.abspath(weights)
+        changes["teacher"] = model + equals + _absolute(weights)
     return replace(recipe, **changes)  # type: ignore[arg-type]
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def with_data_in(recipe: Recipe, data_dir: str | None) -> Recipe:
+    """The recipe of a run whose data has moved: to a folder that holds it, or, of images in folders, that is it."""
+    if data_dir is None:
+        return recipe
+    data = f"folder:{_absolute(data_dir)}" if recipe.data.startswith("folder:") else recipe.data
+    return replace(recipe, data_dir=data_dir, data=data)

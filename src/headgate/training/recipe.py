@@ -38,6 +38,12 @@ CHOICES = {
 }
 NAMES = ("exits", "frozen", "static")
 """Fields that are lists of modules."""
+OF_CHANNELS = (
+    "kind", "granularity", "stream", "frozen", "static", "loss", "rate", "initial_probability", "prime_batches",
+    "round_to", "squeeze_below",
+)  # fmt: skip
+"""Fields that speak of gates on channels: exits have none, and leave them as they are."""
+OF_EXITS = ("exit_head", "classifier_weight", "classifier_scale", "train_model")
 PLACES = ("weights", "data_dir", "teacher", "workers")
 """Fields that say where something is or how it is read: they may change when a run goes on."""
 
@@ -116,7 +122,7 @@ class Recipe:
             _check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in ("batch_size", "step_epochs", "round_to", "calibration_batches"):
             _check(getattr(self, name) >= 1, self, name, "at least 1")
-        _check(self.seed >= 0, self, "seed", "0 or more")
+        _check(0 <= self.seed < 2**63, self, "seed", "a number from 0 to 2^63 - 1")
         for name in ("distill_temperature", "temperature"):
             _check(getattr(self, name) > 0, self, name, "above 0")
         for name, choices in CHOICES.items():
@@ -124,6 +130,10 @@ class Recipe:
         for name in ("ramp", "distill", "squeeze_below", "label_smoothing"):
             _check(0 <= getattr(self, name) <= 1, self, name, "a share, from 0 to 1")
         _check(not (self.exits and self.tune_epochs), self, "tune_epochs", "0 with exits: nothing is shrunk")
+        usual = {each.name: each.default for each in fields(self)}
+        for name in OF_CHANNELS if self.exits else OF_EXITS:
+            where = "with exits, which have no gates on channels" if self.exits else "without exits"
+            _check(getattr(self, name) == usual[name], self, name, f"left out {where}")
         for name in ("classifier_weight", "classifier_scale"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in ("dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay", "prime_spread"):
@@ -227,14 +237,13 @@ def _named() -> dict[str, Recipe]:
         recipes += _of_every_kind(
             replace(_IMAGENET, name=f"imagenet-resnet{depth}", model=f"torchvision:resnet{depth}")
         )
-    leaving = replace(
-        _CIFAR, prime_batches=0, gate_epochs=20, tune_epochs=0, gate_phase_lr=0.02, gate_schedule="cosine",
-        target="0.85", exit_head="conv", classifier_scale=5.0,
-    )  # fmt: skip
-    recipes += [
-        replace(leaving, name="cifar10-densenet100-exits", model="cifar_densenet100", exits=("block1", "block2")),
-        replace(leaving, name="cifar10-resnet56-exits", model="cifar_resnet56", exits=("layer1", "layer2")),
-    ]
+    for model, exits in (("densenet100", ("block1", "block2")), ("resnet56", ("layer1", "layer2"))):
+        leaving = replace(
+            _CIFAR, name=f"cifar10-{model}-exits", model=f"cifar_{model}", exits=exits, target="0.85", prime_batches=0,
+            gate_epochs=20, tune_epochs=0, gate_phase_lr=0.02, gate_schedule="cosine", exit_head="conv",
+            classifier_scale=5.0,
+        )  # fmt: skip
+        recipes.append(leaving)
     return {recipe.name: recipe for recipe in recipes}
 
 
@@ -252,7 +261,8 @@ def recipe_named(name: str) -> Recipe:
 
 def without_places(recipe: Recipe) -> Recipe:
     """What a run computes, wherever its files are."""
-    return replace(recipe, weights=None, data_dir=None, teacher=recipe.teacher and "another", workers=0)
+    data = "folder" if recipe.data.startswith("folder:") else recipe.data
+    return replace(recipe, weights=None, data=data, data_dir=None, teacher=recipe.teacher and "another", workers=0)
 
 
 def overridden(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:

@@ -341,6 +341,8 @@ def measured(net: nn.Module, split: Split, team: Team, example: Tensor) -> tuple
 
 def create_folder(folder: Path, recipe: Recipe) -> None:
     """A new run's folder; one that is there already must be empty."""
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"{folder} is a file: choose another folder with --out")
     if folder.exists() and any(folder.iterdir()):
         going = (folder / RECIPE).exists()
         raise FileError(
@@ -348,8 +350,11 @@ def create_folder(folder: Path, recipe: Recipe) -> None:
             + (f"go on with that run by `headgate train --resume {shlex.quote(str(folder))}`, or " if going else "")
             + "choose another folder with --out"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / RECIPE, json.dumps(recipe.to_json(), indent=1) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / RECIPE, json.dumps(recipe.to_json(), indent=1) + "\n")
+    except OSError as error:
+        raise FileError(f"{folder} can't be written ({error}): choose another folder with --out") from error
 
 
 def recipe_in(folder: Path) -> Recipe:

@@ -18,7 +18,7 @@ from headgate.errors import FileError
 from headgate.training.forecast import forecast
 from headgate.training.journal import AnyJournal, Journal, SilentJournal
 from headgate.training.loop import Interrupted
-from headgate.training.prepare import check, data_of, with_absolute_places
+from headgate.training.prepare import check, data_of, with_absolute_places, with_data_in
 from headgate.training.recipe import PHASES, Recipe, overridden
 from headgate.training.run import RESULT, Run, create_folder, is_done, recipe_in
 from headgate.training.team import Team
@@ -28,7 +28,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Interrupted", "Options", "forecast", "go", "recipe_in", "use_threads"]
+__all__ = ["Interrupted", "Options", "dry_run", "go", "use_threads"]
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ def go(
     `places` are fields that say where things are now, for a run that goes on.
     """
     going_on = recipe is None
-    recipe = overridden(recipe_in(folder), places or {}) if recipe is None else recipe
-    recipe = with_absolute_places(recipe)
+    recipe = _placed(folder, recipe, places or {})
     team = Team(recipe.precision)
     if going_on and is_done(folder):
         raise FileError(f"{folder} is done: its result is in {folder / RESULT}")
@@ -74,6 +73,18 @@ def go(
     with only_user(folder) if team.main else nullcontext(), _journal(folder, recipe, data, team, options) as journal:
         result = Run(recipe, folder, team, journal, options.checkpoint_seconds, data).execute()
     return result if team.main else None
+
+
+def dry_run(folder: Path, recipe: Recipe | None, places: Mapping[str, Any] | None = None) -> None:
+    """Say how long such a run would take, and what memory it would need."""
+    forecast(_placed(folder, recipe, places or {}))
+
+
+def _placed(folder: Path, recipe: Recipe | None, places: Mapping[str, Any]) -> Recipe:
+    """A new recipe, or that of the folder with its files where they are now."""
+    if recipe is None:
+        recipe = with_data_in(overridden(recipe_in(folder), places), places.get("data_dir"))
+    return with_absolute_places(recipe)
 
 
 def _journal(folder: Path, recipe: Recipe, data: DataSet, team: Team, options: Options) -> AnyJournal:
@@ -90,7 +101,11 @@ def only_user(folder: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    with open(folder / ".lock", "w", encoding="utf-8") as file:
+    try:
+        lock = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise FileError(f"{folder} can't be written ({error}): a run needs to") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
