@@ -18,6 +18,7 @@ from headgate.analysis.records import commit_of, write_text
 from headgate.models.names import load_named
 from headgate.storage import load
 from headgate.trained import zoo_folder
+from headgate.training.run import NETWORKS
 
 
 def main() -> None:
@@ -29,22 +30,23 @@ def main() -> None:
     if result["measured_on"] != "test":
         raise SystemExit("this run held training images out: the zoo takes runs measured on the test set")
     recipe = result["recipe"]
+    last = next(name for name in ("shrunk", "conditional", "cascade") if name in result["accuracy"])
     target = zoo_folder() / f"{options.name}.safetensors"
     target.parent.mkdir(exist_ok=True)
-    shutil.copyfile(options.run / "small.safetensors", target)
+    shutil.copyfile(options.run / NETWORKS[last], target)
     named = load_named(recipe["model"])
     with torch.no_grad():
         answers = load(target, named.model).eval()(named.example_input)[0].tolist()
     commit = commit_of(Path.cwd())
     record = {
-        "model": recipe["model"], "data": recipe["data"], "accuracy": result["accuracy"]["shrunk"],
+        "model": recipe["model"], "data": recipe["data"], "accuracy": result["accuracy"][last],
         "dense_accuracy": result["accuracy"]["dense"], "images": result["images"],
-        "macs": result["macs"]["shrunk"], "macs_fraction": result["macs_fraction"]["shrunk"],
-        "parameters": result["parameters"]["shrunk"], "seconds": result["seconds"], "threads": result["threads"],
+        "macs": result["macs"][last], "macs_fraction": result["macs_fraction"][last],
+        "parameters": result["parameters"][last], "seconds": result["seconds"], "threads": result["threads"],
         "versions": result["versions"], "cpu": result["cpu"], "commit": commit.sha,
         "recipe": {**recipe, "weights": Path(recipe["weights"]).name if recipe["weights"] else None, "data_dir": None},
         "answers": [round(value, 5) for value in answers],
-    }  # fmt: skip
+    } | ({"exits": result["exits"]} if "exits" in result else {})  # fmt: skip
     write_text(target.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
     print(f"{target.name}: {record['accuracy']:.2%} at {record['macs_fraction']:.2%} of the MACs")
 
