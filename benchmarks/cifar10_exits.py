@@ -54,7 +54,7 @@ def main() -> None:
         except TargetError:
             break
         reached = exits.table_of(watched)
-        budgets.append({"target": target, "tau": exits.taus[0]} | _short(asdict(reached)))
+        budgets.append({"target": target, "taus": list(exits.taus)} | _short(asdict(reached)))
     exits.taus = own
     show(
         "thresholds moved for other budgets", ["target", "MACs", "accuracy", "leave at each exit"],

@@ -300,6 +300,26 @@ def test_a_saved_cascade_answers_the_same(kind: str, head: str, tmp_path: Path) 
         headgate.load(tmp_path / "exits.safetensors", CifarResNet(1, num_classes=5))
 
 
+def test_an_exit_that_nobody_takes_is_not_computed() -> None:
+    exits = cascade().eval()
+    with torch.no_grad():
+        exits.gates[1].head.bias -= 100
+    x = torch.cat([images for images, _ in data()])
+    watched = exits.watch(data())
+    exits.calibrate_on(watched, target=0.93)
+    assert exits.taus[0] < 1 and exits.taus[1] == 1
+    seen: list[int] = []
+    exits.heads[1].register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    expected, ways = one_by_one(exits, x)
+    seen.clear()
+    torch.testing.assert_close(exits(x), expected, rtol=1e-4, atol=1e-5)
+    assert not seen and set(ways) == {0, 2}
+    assert exits.macs() == pytest.approx(exits.table_of(watched).macs) and exits.macs() <= 0.93 * exits.dense_macs
+    assert sum(exits.layers_of(watched).values()) == pytest.approx(exits.macs())
+    exits.calibrate_on(watched, target=1.0)
+    assert exits.taus == [1, 1] and exits.table_of(watched).macs == exits.dense_macs, "nobody has to leave"
+
+
 def test_a_copy_is_a_cascade_of_its_own(tmp_path: Path) -> None:
     """Averages of weights are taken over copies; also right after a training step."""
     exits = cascade()

@@ -28,6 +28,9 @@ from headgate.graph.trace import tensors_in
 
 # legend of axes: B images, K exits (the last is the model's own), S segments between them, C channels
 
+NOBODY = 1.0
+"""A threshold that no probability is above: such an exit is passed by, its classifier and its gate are not computed."""
+
 
 @dataclass(frozen=True)
 class ExitRow:
@@ -111,6 +114,9 @@ class _Leaving:
         self.entered = [images]
 
     def arrive(self, number: int, x: Tensor) -> Tensor | None:
+        if self.exits.taus[number] >= NOBODY:
+            self.entered.append(len(self.inside))
+            return None
         answers = self.exits.heads[number](x)
         leaves = torch.sigmoid(self.exits.wish(number, x, answers)) > self.exits.taus[number]
         if not bool(leaves.any()):
@@ -165,7 +171,7 @@ class ExitModel(nn.Module):
         self.train_model = True
         """Whether the model itself learns, too; if not, it stays in eval mode and no gradient is made for it."""
         self.taus = [0.5] * len(heads)
-        """An image leaves where its gate's probability is above."""
+        """An image leaves where its gate's probability is above; with `NOBODY`, an exit is out of use."""
         self._pass: _Watching | _Leaving | None = None
         self._logits: list[Tensor] = []
         self._reach_BK: Tensor | None = None
@@ -261,7 +267,7 @@ class ExitModel(nn.Module):
             return None  # images that left are not in the counts of those that stayed
         counts = [*entered, *[0] * (len(self.names) - len(entered))]
         reach = torch.tensor([counts], dtype=torch.float64) / images
-        return float(self.shares_B(reach).detach().mean()) * self.dense_macs
+        return float(self.shares_B(reach, taus=self.taus).detach().mean()) * self.dense_macs
 
     def least_macs(self) -> float | None:
         """Of an image that leaves at the first exit; None where that depends on the channels that are open."""
@@ -295,13 +301,17 @@ class ExitModel(nn.Module):
             columns.append(each_BI[:, places].sum(1) + fixed / self.dense_macs)
         return torch.stack(columns, 1)
 
-    def shares_B(self, reach_BK: Tensor, segments_BK: Tensor | None = None) -> Tensor:
+    def shares_B(
+        self, reach_BK: Tensor, segments_BK: Tensor | None = None, taus: Sequence[float] | None = None
+    ) -> Tensor:  # fmt: skip
         """Multiply-adds of each image as a share of the dense model's, for given ways through the cascade; segments
-        cost what they did in the last pass, if nothing else is given."""
+        cost what they did in the last pass, if nothing else is given. In training all exits are computed; under
+        thresholds only those in use."""
         segments_BK = self._segment_shares() if segments_BK is None else segments_BK
         shares = (reach_BK * segments_BK.to(reach_BK)).sum(1)
         for number in range(len(self.gates)):
-            shares = shares + reach_BK[:, number] * (self._own_macs(number) / self.dense_macs)
+            if taus is None or taus[number] < NOBODY:
+                shares = shares + reach_BK[:, number] * (self._own_macs(number) / self.dense_macs)
         return shares
 
     def macs(self) -> float:
@@ -387,13 +397,15 @@ class ExitModel(nn.Module):
 
     def macs_of(self, watched: Watched, taus: Sequence[float] | None = None) -> Tensor:
         """Multiply-adds of each image, under these thresholds or the model's own."""
-        return self.shares_B(self._ways_of(watched, taus)[0], watched.segments_NK) * self.dense_macs
+        taus = self.taus if taus is None else taus
+        return self.shares_B(self._ways_of(watched, taus)[0], watched.segments_NK, taus) * self.dense_macs
 
     def layers_of(self, watched: Watched, taus: Sequence[float] | None = None) -> dict[str, float]:
         """Multiply-adds an image of every layer, and of the exits' own classifiers and gates: the mean over images.
 
         Where channels have gates too, those of a segment are shared out in proportion to the dense layers.
         """
+        taus = self.taus if taus is None else taus
         reach, _ = self._ways_of(watched, taus)
         spent = (reach * watched.segments_NK.to(reach)).mean(0) * self.dense_macs
         layers = {
@@ -401,7 +413,7 @@ class ExitModel(nn.Module):
             for segment, total in zip(self._segments, spent, strict=True)
             for name, macs in segment.items()
         }
-        exits = range(len(self.gates))
+        exits = [number for number in range(len(self.gates)) if taus[number] < NOBODY]
         layers["exit classifiers"] = sum(float(reach[:, number].mean()) * self._head_macs[number] for number in exits)
         layers["exit gates"] = sum(float(reach[:, number].mean()) * self._gate_macs(number) for number in exits)
         return layers
@@ -419,30 +431,44 @@ class ExitModel(nn.Module):
         return self.calibrate_on(self.watch(loader, batches), target)
 
     def calibrate_on(self, watched: Watched, target: float | str | None = None) -> ExitModel:
-        """The same with images that were watched."""
+        """The same with images that were watched. An exit that none of them takes goes out of use."""
         share = self.target if target is None else parse_target(target, self.dense_macs)
+        used = [True] * len(self.gates)
+        while True:
+            self.taus = self._found(watched, share, used)
+            taken = set(self.exit_of(watched).tolist())
+            idle = [number for number, use in enumerate(used) if use and number not in taken]
+            if not idle:
+                return self
+            for number in idle:
+                used[number] = False
+
+    def _found(self, watched: Watched, share: float, used: Sequence[bool]) -> list[float]:
+        """The highest threshold, the same at all exits in use, under which these images cost at most the target."""
+
+        def taus(tau: float) -> list[float]:
+            return [tau if use else NOBODY for use in used]
 
         def macs_at(tau: float) -> float:
-            return float(self.macs_of(watched, [tau] * len(self.gates)).mean())
+            return float(self.macs_of(watched, taus(tau)).mean())
 
         goal = share * self.dense_macs
-        choices = torch.unique(torch.cat([watched.p_NK.flatten(), torch.tensor([0.0, 1.0])])).tolist()
+        choices = torch.unique(torch.cat([watched.p_NK.flatten(), torch.tensor([0.0, NOBODY])])).tolist()
         if macs_at(choices[-1]) <= goal:
-            found = choices[-1]  # nobody has to leave
-        else:
-            if macs_at(-1.0) > goal:
-                raise TargetError(
-                    f"target {share:.3g} can't be reached: if every image leaves at the first exit, "
-                    f"{macs_at(-1.0) / self.dense_macs:.3f} of the MACs are needed. "
-                    "Choose a higher one, or an earlier exit"
-                )
-            low, high = -1, len(choices) - 1  # the highest threshold that is cheap enough
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if macs_at(choices[middle]) <= goal else (low, middle)
-            found = choices[low] if low >= 0 else -1.0
-        self.taus = [found] * len(self.gates)
-        return self
+            return taus(choices[-1])  # nobody has to leave
+        if macs_at(-1.0) > goal:
+            raise TargetError(
+                f"target {share:.3g} can't be reached: if every image leaves at the first exit, "
+                f"{macs_at(-1.0) / self.dense_macs:.3f} of the MACs are needed. "
+                "Choose a higher one, or an earlier exit"
+            )
+        low, high = -1, len(choices) - 1  # the highest threshold that is cheap enough
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if macs_at(choices[middle]) <= goal else (low, middle)
+        if low < 0:
+            return taus(-1.0)
+        return taus((choices[low] + choices[low + 1]) / 2)  # between two images: rounding moves neither across
 
     def table(self, loader: Iterable[Any], batches: int | None = None) -> ExitTable:
         """Who leaves where, and how right they are; of the cascade and of the last exit alone."""
@@ -451,6 +477,7 @@ class ExitModel(nn.Module):
     def table_of(self, watched: Watched, taus: Sequence[float] | None = None) -> ExitTable:
         """The same of images that were watched, under these thresholds or the model's own."""
         right, segments = watched.right_NK, watched.segments_NK
+        taus = self.taus if taus is None else taus
         _, leave = self._ways_of(watched, taus)
         rows = []
         for number, name in enumerate(self.names):
@@ -461,7 +488,7 @@ class ExitModel(nn.Module):
                 ExitRow(
                     name, float(here.double().mean()), float(right[:, number].double().mean()),
                     float(right[here, number].double().mean()) if bool(here.any()) else None,
-                    float(self.shares_B(passed, segments).mean()) * self.dense_macs,
+                    float(self.shares_B(passed, segments, taus).mean()) * self.dense_macs,
                 )
             )  # fmt: skip
         cascade = float((right.double() * leave).sum(1).mean())

@@ -205,7 +205,7 @@ class Run:
         table = exits.calibrate_on(watched).table_of(watched)
         self._count_time("decide")
         values = {"target": exits.target, "cost_sampled": exits.budget.last_cost, "cost_decided": table.macs_fraction}
-        self.journal.note("decided", {**values, "tau": exits.taus[0], "dense_macs": exits.dense_macs})
+        self.journal.note("decided", {**values, "tau": min(exits.taus), "dense_macs": exits.dense_macs})
         if self.team.main:
             save(exits, self.folder / CASCADE)
         self.team.wait()
