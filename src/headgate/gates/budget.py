@@ -25,6 +25,10 @@ from headgate.errors import HeadgateError, NonFiniteLoss, TargetError
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
+LEAST_MACS = 100
+"""Nobody asks for fewer: a smaller number without a unit is a share, if perhaps a wrong one."""
+
+
 def parse_target(target: float | str, dense_macs: int) -> float:
     """A target as a share of the dense network's MACs: 0.5 (or "0.5"), or "60M" multiply-adds an image."""
     if isinstance(target, bool) or not isinstance(target, (int, float, str)):
@@ -34,7 +38,8 @@ def parse_target(target: float | str, dense_macs: int) -> float:
         if match is None:
             raise TargetError(f'target={target!r} is no number of MACs: write "60M", "1.5G", or a share such as 0.5')
         number = float(match[1])
-        share = number if not match[2] and number <= 1 else number * UNITS[match[2].upper()] / dense_macs
+        meant_as_share = not match[2] and number < LEAST_MACS
+        share = number if meant_as_share else number * UNITS[match[2].upper()] / dense_macs
         shown = f"target={target!r} is {share:.3g} of the network's {dense_macs:,} MACs"
     else:
         share = float(target)
