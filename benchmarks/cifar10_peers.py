@@ -242,10 +242,18 @@ def _check(cell: Cell) -> None:
     """A folder that was made with other settings is refused, before hours are spent."""
     path = cell.folder / CELL
     if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
+        old = _settings_in(cell.folder)
         if old != cell.settings:
             changed = _differences(old, cell.settings)
             raise FileError(f"{cell.folder} has other settings ({changed}): choose another --out, or remove it")
+
+
+def _settings_in(folder: Path) -> dict[str, Any]:
+    """What a cell was made with; a field that its recipe did not have yet was as it is now by default."""
+    settings: dict[str, Any] = json.loads((folder / CELL).read_text(encoding="utf-8"))
+    recipe = Recipe.from_json(settings["recipe"]).to_json()
+    del recipe["data_dir"]
+    return {**settings, "recipe": recipe}
 
 
 def _claim(cell: Cell) -> None:
@@ -471,7 +479,7 @@ def _official(rows: Sequence[Row]) -> bool:
 
 
 def _read_cell(folder: Path) -> Row:
-    settings = json.loads((folder / CELL).read_text(encoding="utf-8"))
+    settings = _settings_in(folder)
     result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     files = [folder / name for name in (SMALL, TUNED) if (folder / name).is_file()]
     return {
