@@ -218,3 +218,27 @@ def test_a_damaged_file_is_refused_by_load(path: Path) -> None:
     path.write_bytes(data[:-100])
     with pytest.raises(headgate.FileError, match="damaged"):
         headgate.load(path, resnet())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_gated_model_whose_precision_was_changed_afterwards_shrinks_and_loads(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    gated = headgate.gate(randomize_(resnet()), randn(2, *X), target=0.5, kind=kind).to(dtype).eval()
+    images = randn(3, *X).to(dtype)
+    if kind == "static":
+        gated.project()
+        torch.testing.assert_close(gated.shrink()(images), gated(images), rtol=0.05, atol=0.05)
+    headgate.save(gated, tmp_path / "gated.safetensors")
+    loaded = headgate.load(tmp_path / "gated.safetensors", resnet())
+    assert loaded(images).dtype == dtype
+    torch.testing.assert_close(loaded(images), gated(images))
+
+
+def test_exits_whose_precision_was_changed_afterwards_load(tmp_path: Path) -> None:
+    exits = headgate.add_exits(randomize_(resnet()), randn(2, *X), at=["layer1"], target=0.9).double().eval()
+    headgate.save(exits, tmp_path / "exits.safetensors")
+    loaded = headgate.load(tmp_path / "exits.safetensors", resnet())
+    images = randn(3, *X).double()
+    torch.testing.assert_close(loaded(images), exits(images))

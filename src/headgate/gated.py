@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from headgate.errors import HeadgateError, NonFiniteLoss, NotDecided, ShrinkMismatch
 from headgate.gates.budget import Budget
@@ -709,8 +710,9 @@ class GatedModel(nn.Module):
             self._squeeze_to(left)  # before the tensors of its size are loaded
 
     def _apply(self, fn: Any, recurse: bool = True) -> GatedModel:
-        """Move, or change the precision of, the network behind a squeezed one too."""
+        """Move, or change the precision of, the network behind a squeezed one too, and the example that fits them."""
         super()._apply(fn, recurse)
+        self._example_input = tree_map(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, self._example_input)
         if self._squeezed is not None:
             self._squeezed[0]._apply(fn, recurse)
         return self

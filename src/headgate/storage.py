@@ -145,6 +145,7 @@ def _described_gated(model: GatedModel) -> tuple[dict[str, Tensor], dict[str, An
         },
         "rates": model._rates.tolist() if model.loss == "per_gate" else None,
         "example": {"shape": list(examples[0].shape), "dtype": _name(examples[0].dtype)},
+        "precision": _precision(model.model),
         "extra": model.get_extra_state(),
     }  # fmt: skip
     return tensors, description
@@ -155,6 +156,7 @@ def _rebuilt_gated(
 ) -> GatedModel:
     if fingerprint(model) != description["architecture"]:
         raise _other_model(path, description, model, "its tensors have other names or shapes")
+    model = _in_precision(model, description.get("precision"))
     example = _example(description, model)
     options = dict(description["gate"])
     extra = description["extra"]
@@ -213,6 +215,18 @@ def _example(description: Mapping[str, Any], model: nn.Module) -> Tensor:
     given = description["example"]
     device = next(model.parameters()).device
     return torch.zeros(given["shape"], dtype=getattr(torch, given["dtype"]), device=device)
+
+
+def _precision(model: nn.Module) -> str | None:
+    """The type of its weights, None if it has none."""
+    return next((_name(tensor.dtype) for tensor in model.parameters() if tensor.is_floating_point()), None)
+
+
+def _in_precision(model: nn.Module, precision: str | None) -> nn.Module:
+    """The model, or a copy of it whose weights are of the type that was saved."""
+    if precision is None or precision == _precision(model):
+        return model
+    return stripped_copy(model, to_meta=False).to(getattr(torch, precision))
 
 
 def _name(dtype: torch.dtype) -> str:

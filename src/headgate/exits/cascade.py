@@ -187,6 +187,12 @@ class ExitModel(nn.Module):
         """Without the last pass: a graph of gradients can be neither copied nor written."""
         return self.__dict__ | {"_pass": None, "_logits": [], "_reach_BK": None}
 
+    def _apply(self, fn: Any, recurse: bool = True) -> ExitModel:
+        """Move, or change the precision of, the model: an example for it is of another type then."""
+        super()._apply(fn, recurse)
+        self.example_dtype = fn(torch.empty(0, dtype=self.example_dtype)).dtype
+        return self
+
     def wish(self, number: int, x: Tensor, answers: Tensor) -> Tensor:
         """The logit of leaving at exit `number`, for each image: from its mean activations there, and from how sure the
         classifier is, whichever class that is of. The gate learns to read the classifier, which does not learn to be
