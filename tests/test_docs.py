@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import headgate
+
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -83,3 +85,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_python_on_every_page_is_python(page: Path) -> None:
     for _, text in blocks(page, "python"):
         assert compile(text, page.name, "exec"), "what is no Python raises, with the page and the line"
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    written = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", page))))
+    names = set(headgate.__all__) - {"__version__"}
+    for each in (headgate.GatedModel, headgate.ExitModel, headgate.Budget):
+        names |= {name for name, value in vars(each).items() if not name.startswith("_") and callable(value)}
+    assert names - written == set()

@@ -25,7 +25,7 @@ from headgate.errors import HeadgateError
 
 FORMAT = "headgate-record-1"
 LINE_LENGTH = 400
-PACKAGES = ("headgate", "torch", "torchvision", "timm", "numpy", "onnx", "onnxruntime", "torch-pruning")
+PACKAGES = ("headgate", "torch", "torchvision", "timm", "numpy", "onnx", "onnxruntime", "openvino", "torch-pruning")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Recipe:
     tune_schedule: str = about("The same, of the shrunk network.", "onecycle")
     step_epochs: int = about("For the step schedule: epochs after which the rate is multiplied by 0.1.", 30)
     momentum: float = about("Of SGD (Nesterov's).", 0.9)
-    weight_decay: float = about("Of the weights; gates get 20/|G| of it.", 1e-4)
+    weight_decay: float = about("Of the weights; gates get 10/|G| of it.", 1e-4)
     batch_size: int = about("Images a step, over all processes.", 128)
     label_smoothing: float = about("Of the labels.", 0.0)
     distill: float = about("Weight of the teacher's answers in the loss; 0: no teacher.", 0.0)
