@@ -19,7 +19,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 def together(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
     prefix = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *prefix, *words], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
@@ -38,7 +38,6 @@ def test_two_processes_train_as_one_with_the_joint_batch(tmp_path: Path) -> None
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
 def test_a_whole_run_in_two_processes(tmp_path: Path, launched: None) -> None:

@@ -6,6 +6,7 @@ stop must stop all of them at the same step, or the others would wait for ever. 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,11 +30,18 @@ class Team:
     """This process and the others."""
 
     def __init__(self, precision: str = "no") -> None:
-        if precision == "fp16" and not torch.accelerator.is_available():
+        no_gpu = not torch.accelerator.is_available()
+        if precision == "fp16" and no_gpu:
             raise HeadgateError("precision fp16 needs a GPU: use no, or bf16 where the processor has it")
-        self.accelerator = _accelerate().Accelerator(mixed_precision=precision)
+        self.accelerator = _accelerate().Accelerator(mixed_precision=precision, cpu=no_gpu)
         self.rank = int(self.accelerator.process_index)
         self.processes = int(self.accelerator.num_processes)
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.processes != launched:
+            raise HeadgateError(
+                f"{launched} processes were launched, but accelerate sees {self.processes}: each would train alone. "
+                "Look at its settings (`accelerate env`, ACCELERATE_* in the environment)"
+            )
         self.device: torch.device = self.accelerator.device
 
     @property
