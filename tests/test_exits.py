@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -477,3 +478,20 @@ def test_the_published_densenet_has_the_expected_size() -> None:
     assert sum(parameter.numel() for parameter in net.parameters()) == 769_162
     with pytest.raises(ModelError, match="6n"):
         CifarDenseNet(99)
+
+
+def test_threads_may_share_a_cascade() -> None:
+    exits = cascade().eval()
+    batches = [randn(1 + seed % 5, *SHAPE, seed=seed) * 2 for seed in range(24)]
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        expected = [exits(x) for x in batches]
+        found = list(pool.map(exits, batches * 4))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected * 4, strict=True))
+
+
+def test_a_cascade_over_gates_can_be_copied_right_after_a_training_step() -> None:
+    exits = cascade(headgate.gate(dense_net(), randn(1, *SHAPE), target=0.8))
+    loss = exits(torch.cat([images for images, _ in data()])).sum() + exits.cost_loss()
+    assert exits.budget.step == 1 and exits.cost_loss() is exits.cost_loss() and exits.budget.step == 1
+    loss.backward()
+    copy.deepcopy(exits)

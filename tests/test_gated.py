@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import headgate
 from headgate.gates.budget import Budget
 from headgate.models.cifar_resnet import CifarResNet
+from tests.gates.test_dynamic import opinionated_
 from tests.networks import NETWORKS, conv, example, head
 from tests.oracle import Net, decide_, difference, independent_macs, randn, randomize_, same
 
@@ -182,6 +184,42 @@ def test_a_copy_is_independent() -> None:
     assert torch.equal(gated(randn(2, *X)), resnet()(randn(2, *X)))
     assert not torch.equal(twin(randn(2, *X)), gated(randn(2, *X)))
     assert twin.macs() < gated.macs() == gated.dense_macs
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_copy_right_after_a_training_step(kind: str) -> None:
+    """Averages of weights are taken over copies."""
+    gated = gated_resnet(kind=kind)
+    (gated(randn(4, *X)).sum() + gated.cost_loss()).backward()
+    average = torch.optim.swa_utils.AveragedModel(gated)
+    assert torch.equal(average.module.eval()(randn(2, *X)), gated.eval()(randn(2, *X)))
+
+
+def test_the_cost_loss_of_a_pass_moves_the_budget_once() -> None:
+    gated = gated_resnet(budget=Budget(0.5, ramp_steps=10))
+    gated(randn(4, *X))
+    first = gated.cost_loss()
+    assert gated.cost_loss() is first and gated.budget.step == 1
+    gated(randn(4, *X))
+    assert gated.cost_loss() is not first and gated.budget.step == 2
+
+
+def test_settled_gates_are_settled_after_loading() -> None:
+    gated = gated_resnet(kind="dynamic").settle_()
+    other = gated_resnet(kind="dynamic")
+    other.load_state_dict(gated.state_dict())
+    assert other.settled and not any(p.requires_grad for p in other.gate_parameters())
+    other.load_state_dict(gated_resnet(kind="dynamic").state_dict())
+    assert not other.settled and any(p.requires_grad for p in other.gate_parameters())
+
+
+def test_threads_may_share_a_model_in_eval_mode() -> None:
+    gated = opinionated_(gated_resnet(kind="dynamic", stream="indexed")).eval()
+    batches = [randn(1 + seed % 3, *X, seed=seed) * 2 for seed in range(24)]
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        expected = [gated(x) for x in batches]
+        found = list(pool.map(gated, batches * 4))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected * 4, strict=True))
 
 
 def test_an_image_larger_than_the_example_is_computed_alike() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,8 @@ class GatedModel(nn.Module):
         self._rates = target_rates(graph, target if rates is None else rates)
         self._macs: float | int | None = None
         self._last: Draw | None = None
+        self._pull: tuple[Draw, Tensor] | None = None  # the cost loss, and the pass it is of
+        self._turn = threading.RLock()  # a pass writes on the board: threads take turns
         self._squeezed: tuple[nn.Module, Squeezed] | None = None  # the dense network, and what stands for it
         self._optimizer: Optimizer | None = None  # that trains what stands for it
         self._arriving = tuple(
@@ -127,9 +130,11 @@ class GatedModel(nn.Module):
         """What the model returns, computed with the open channels."""
         tensors = tensors_in((args, kwargs))
         images = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
-        if not self.training and self._strategy.name == "ensemble":
-            return self._ensemble(images, args, kwargs)
-        return self._run(images, args, kwargs)
+        if self.training:
+            return self._run(images, args, kwargs)
+        with self._turn:
+            how = self._ensemble if self._strategy.name == "ensemble" else self._run
+            return how(images, args, kwargs)
 
     def _run(self, images: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         draw = self._draw(images)
@@ -292,7 +297,8 @@ class GatedModel(nn.Module):
         return round(float(self.cost.macs_B(decided).double().mean()) * self.dense_macs)
 
     def cost_loss(self) -> Tensor:
-        """The scalar to add to the task loss, for the forward pass just done; 0 where gates are settled."""
+        """The scalar to add to the task loss, for the forward pass just done; 0 where gates are settled. Asked again for
+        the same pass, it is the same: the budget moves on once a pass."""
         draw = self._last
         if draw is None:
             raise NotDecided(
@@ -309,7 +315,9 @@ class GatedModel(nn.Module):
             return loss
         share = over_processes(self.cost.macs_B(draw).mean() if self.loss == "macs" else activation_rate(draw))
         if self.training:
-            return self.budget.loss(share)
+            if self._pull is None or self._pull[0] is not draw:
+                self._pull = (draw, self.budget.loss(share))
+            return self._pull[1]
         return self.budget.weight * (self.budget.target - share) ** 2
 
     def activation_rates(self) -> tuple[float, dict[str, Tensor]]:
@@ -696,18 +704,32 @@ class GatedModel(nn.Module):
         """Budget and strategy, saved with the state dict."""
         strategy = {key: value for key, value in vars(self._strategy).items() if key != "generator"}
         left = None if self._squeezed is None else np.flatnonzero(self._squeezed[1].left).tolist()
-        return {"budget": self.budget.state(), "strategy": strategy, "squeezed_to": left, "tau": self._tau}
+        return {
+            "budget": self.budget.state(), "strategy": strategy, "squeezed_to": left, "tau": self._tau,
+            "settled": self.settled,
+        }  # fmt: skip
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on with a saved budget and strategy."""
         self.budget.load_state(state["budget"])
         self._strategy = Strategy(**state["strategy"])
         self._tau = state.get("tau", Strategy.tau)
+        if (settled := state.get("settled", self.settled)) != self.settled:
+            self.settle_(settled)
         self.unsqueeze_()
         if state.get("squeezed_to") is not None:
             left = np.zeros(self.graph.gate_count, bool)
             left[state["squeezed_to"]] = True
             self._squeeze_to(left)  # before the tensors of its size are loaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the last pass: a graph of gradients can be neither copied nor written."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_turn"}
+        return state | {"_last": None, "_pull": None, "_macs": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._turn = threading.RLock()
 
     def _apply(self, fn: Any, recurse: bool = True) -> GatedModel:
         """Move, or change the precision of, the network behind a squeezed one too, and the example that fits them."""

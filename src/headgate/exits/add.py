@@ -105,7 +105,6 @@ def _copied(model: nn.Module) -> nn.Module:
         raise ModelError("the model has exits already: name all of them at once, from `exits.model`")
     if isinstance(model, GatedModel):
         model.unsqueeze_()
-        model._last = None
         return copy.deepcopy(model)
     return stripped_copy(model, to_meta=False)
 

@@ -9,6 +9,7 @@ where none is left. Knows nothing of how a model is traced or where it can be cu
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,8 +174,10 @@ class ExitModel(nn.Module):
         self.taus = [0.5] * len(heads)
         """An image leaves where its gate's probability is above; with `NOBODY`, an exit is out of use."""
         self._pass: _Watching | _Leaving | None = None
+        self._turn = threading.RLock()  # the pass under way is the model's: threads take turns
         self._logits: list[Tensor] = []
         self._reach_BK: Tensor | None = None
+        self._pull: tuple[Tensor, Tensor] | None = None  # the cost loss, and the ways it is of
         self._macs: float | None = None
         modules = dict(self._network().named_modules())
         for number, name in enumerate(names):
@@ -185,7 +188,12 @@ class ExitModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the last pass: a graph of gradients can be neither copied nor written."""
-        return self.__dict__ | {"_pass": None, "_logits": [], "_reach_BK": None}
+        state = {name: value for name, value in self.__dict__.items() if name != "_turn"}
+        return state | {"_pass": None, "_logits": [], "_reach_BK": None, "_pull": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._turn = threading.RLock()
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExitModel:
         """Move, or change the precision of, the model: an example for it is of another type then."""
@@ -213,7 +221,10 @@ class ExitModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Class scores: of the exit that each image takes."""
-        return self._train_pass(args, kwargs) if self.training else self._leave(args, kwargs)
+        if self.training:
+            return self._train_pass(args, kwargs)
+        with self._turn:
+            return self._leave(args, kwargs)
 
     @contextmanager
     def _passing(self, how: _Watching | _Leaving) -> Iterator[None]:
@@ -331,12 +342,16 @@ class ExitModel(nn.Module):
         return self._macs
 
     def cost_loss(self) -> Tensor:
-        """The scalar to add to the task loss: pulls the expected cost of the cascade to the target."""
+        """The scalar to add to the task loss: pulls the expected cost of the cascade to the target. Asked again for the
+        same pass, it is the same: the budget moves on once a pass."""
         if self._reach_BK is None:
             raise NotDecided(
                 "cost_loss() is about a forward pass in train mode, and there was none: call the model first"
             )
-        return self.budget.loss(over_processes(self.shares_B(self._reach_BK).mean()))
+        if self._pull is None or self._pull[0] is not self._reach_BK:
+            share = over_processes(self.shares_B(self._reach_BK).mean())
+            self._pull = (self._reach_BK, self.budget.loss(share))
+        return self._pull[1]
 
     def classifier_loss(self, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """The mean cross-entropy of all exits on all images, times `classifier_weight`: for the pass just done."""

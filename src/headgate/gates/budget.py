@@ -56,7 +56,8 @@ class Budget:
     target: float
     """A share of the MACs; a number of them such as "60M" becomes one when a model is gated with it."""
     ramp_steps: int = 1000
-    """Optimizer steps over which the target comes down from the cost at the start."""
+    """Passes in train mode (optimizer steps, where gradients are not accumulated) over which the target comes down from
+    the cost at the start."""
     weight: float = 50.0
     """Of the squared distance to the target of the moment."""
     integral_rate: float = 2.0
