@@ -495,3 +495,12 @@ def test_a_cascade_over_gates_can_be_copied_right_after_a_training_step() -> Non
     assert exits.budget.step == 1 and exits.cost_loss() is exits.cost_loss() and exits.budget.step == 1
     loss.backward()
     copy.deepcopy(exits)
+
+
+def test_gates_of_channels_have_their_own_decay_under_exits_too() -> None:
+    gated = headgate.gate(dense_net(), randn(1, *SHAPE), target=0.8)
+    alone = {group["name"]: group for group in gated.param_groups(0.1, 1e-3)}
+    groups = cascade(gated).param_groups(0.1, 1e-3, classifier_scale=3.0)
+    assert [group["name"] for group in groups] == ["weights", "gates", "classifiers", "gates"]
+    assert groups[1]["weight_decay"] == alone["gates"]["weight_decay"] < groups[3]["weight_decay"] == 1e-3
+    assert sum(p.numel() for g in groups for p in g["params"]) == sum(p.numel() for p in cascade(gated).parameters())

@@ -242,3 +242,25 @@ def test_exits_whose_precision_was_changed_afterwards_load(tmp_path: Path) -> No
     loaded = headgate.load(tmp_path / "exits.safetensors", resnet())
     images = randn(3, *X).double()
     torch.testing.assert_close(loaded(images), exits(images))
+
+
+def test_what_can_not_be_built_again_is_not_saved(path: Path) -> None:
+    gated = headgate.gate(randomize_(resnet()), randn(2, *X), target=0.5, kind="dynamic").eval()
+    with pytest.raises(headgate.HeadgateError, match=r"save that, and call compact\(\) after load"):
+        headgate.save(gated.compact(), path)
+
+    class Remembering(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"seen": 1}
+
+        def set_extra_state(self, state: object) -> None: ...
+
+    with pytest.raises(headgate.HeadgateError, match=r"`0._extra_state` is no tensor"):
+        headgate.save(nn.Sequential(Remembering(2, 2)), path)
+    assert not path.exists()
+
+
+def test_wrappers_are_taken_off_before_saving(path: Path) -> None:
+    for wrapped in (nn.DataParallel(resnet()), torch.compile(resnet(), backend="eager")):
+        headgate.save(wrapped, path)
+        assert same(headgate.load(path, resnet())(randn(2, *X)), wrapped.eval()(randn(2, *X)))

@@ -36,7 +36,7 @@ from headgate.graph.plan import Plan
 from headgate.graph.trace import tensors_in
 from headgate.inference.calibrate import (
     endless,
-    inputs_of,
+    labelled,
     least_decisions,
     meet_with_tau,
     project,
@@ -297,8 +297,8 @@ class GatedModel(nn.Module):
         return round(float(self.cost.macs_B(decided).double().mean()) * self.dense_macs)
 
     def cost_loss(self) -> Tensor:
-        """The scalar to add to the task loss, for the forward pass just done; 0 where gates are settled. Asked again for
-        the same pass, it is the same: the budget moves on once a pass."""
+        """The scalar to add to the task loss, for the forward pass just done; 0 where gates are settled. Asked again
+        for the same pass, it is the same: the budget moves on once a pass."""
         draw = self._last
         if draw is None:
             raise NotDecided(
@@ -423,7 +423,8 @@ class GatedModel(nn.Module):
         self.unsqueeze_()
         training = self.training
         try:
-            worth_G = worth(self.eval().model, self._ledger, self._board, loader, batches)
+            given = (labelled(batch) for batch in itertools.islice(loader, batches))
+            worth_G = worth(self.eval().model, self._ledger, self._board, given)
         finally:
             self.train(training)
         logit = math.log(probability / (1 - probability))
@@ -554,15 +555,22 @@ class GatedModel(nn.Module):
             self.decisions.copy_(torch.from_numpy(self._kept_alive(self._probabilities() > tau)))  # type: ignore[operator]
             return self._mean_macs(probe)
 
+        before: tuple[Strategy, float, Any] = self._strategy, self._tau, self.decisions.clone()  # type: ignore[operator]
         self.strategy("calibrated")
         target_macs = self.target * self.dense_macs
-        if batchnorm:
+        try:
+            if batchnorm:
+                macs_at(meet_with_tau(macs_at, target_macs))
+                both = nn.ModuleList([self.model, self.dynamic])
+                again = ((inputs,) for inputs in itertools.chain(probe, data))
+                reestimate_batchnorm(both, self._run_inputs, again, batches)
             macs_at(meet_with_tau(macs_at, target_macs))
-            both = nn.ModuleList([self.model, self.dynamic])
-            again = ((inputs,) for inputs in itertools.chain(probe, data))
-            reestimate_batchnorm(both, self._run_inputs, again, batches)
-        macs_at(meet_with_tau(macs_at, target_macs))
-        self._macs = self._last = None
+        except BaseException:
+            self._strategy, self._tau = before[:2]
+            self.decisions.copy_(before[2])  # type: ignore[operator]
+            raise
+        finally:
+            self._macs = self._last = None
 
     @torch.no_grad()
     def _mean_macs(self, batches: Sequence[tuple[Any, ...]]) -> float:
@@ -590,9 +598,9 @@ class GatedModel(nn.Module):
                 right, total, macs = 0, 0, 0.0
                 with torch.no_grad():
                     for batch in loader:
-                        inputs = (tensor.to(device) for tensor in inputs_of(batch))
-                        answers = tensors_in(self(*inputs))[0].argmax(1).to(batch[1].device)
-                        right += int((answers == batch[1]).sum())
+                        inputs, labels = labelled(batch)
+                        answers = tensors_in(self(*(tensor.to(device) for tensor in inputs)))[0].argmax(1)
+                        right += int((answers.to(labels.device) == labels).sum())
                         total += len(answers)
                         macs += self.macs() * len(answers)
                 if total == 0:

@@ -24,6 +24,7 @@ from headgate.gates.budget import Budget
 from headgate.gating import gate
 from headgate.graph.plan import Plan, fingerprint, restructure
 from headgate.graph.trace import stripped_copy, tensors_in
+from headgate.inference.compact import CompactModel
 from headgate.inference.files import read, write
 from headgate.inference.shrink import ORIGIN_ATTRIBUTE, PLANS_ATTRIBUTE, assign
 
@@ -47,6 +48,12 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
 
 def _described(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A network's tensors, and how to build it again."""
+    model = _unwrapped(model)
+    if isinstance(model, CompactModel):
+        raise HeadgateError(
+            "a compact network is made anew from the gated one: save that, and call compact() after load"
+        )
+    _check_tensors(model)
     if isinstance(model, GatedModel):
         return _described_gated(model)
     if isinstance(model, ExitModel):
@@ -60,6 +67,26 @@ def _described(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "aliases": aliases,
         "class": type(model).__name__,
     }
+
+
+def _check_tensors(model: nn.Module) -> None:
+    """What a model keeps beside tensors would be lost; only what gates and exits keep has a place in the file."""
+    own = "_extra_state" if isinstance(model, (GatedModel, ExitModel)) else None
+    for name, value in model.state_dict().items():
+        inner = isinstance(model, ExitModel) and name.startswith("model.")  # looked at by itself
+        if not (isinstance(value, Tensor) or inner or name == own):
+            raise HeadgateError(f"`{name}` is no tensor, and a file holds tensors only: save the state_dict() yourself")
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The network itself, whoever compiled it or shared it out."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def _rebuilt(

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headgate
-from headgate.inference.calibrate import inputs_of, least_decisions, rounded
+from headgate.errors import HeadgateError
+from headgate.inference.calibrate import inputs_of, labelled, least_decisions, rounded
 from tests.networks import NETWORKS, Block, conv, example, head, pooled
 from tests.oracle import Net, decide_, randn, randomize_
 
@@ -262,3 +263,13 @@ def test_models_with_several_inputs_are_calibrated(kind: str) -> None:
     gated(*batches[0][0])
     assert gated.macs() <= 0.6 * gated.dense_macs * (1.2 if kind == "dynamic" else 1)
     assert gated.sweep_tau(batches, (0.5,))[0].accuracy >= 0
+
+
+def test_batches_with_names_and_without_labels() -> None:
+    images, labels = torch.zeros(2, 3, 4, 4), torch.tensor([0, 1])
+    for batch in ((images, labels), [images, labels], {"image": images, "label": labels}):
+        inputs, found = labelled(batch)
+        assert inputs[0] is images and found is labels
+    for batch in (images, (images,), {"image": images}):
+        with pytest.raises(HeadgateError, match="give a loader of"):
+            labelled(batch)

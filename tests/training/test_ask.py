@@ -39,7 +39,8 @@ def test_evaluate_agrees_with_the_runs_own_result(folder: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["threshold", "calibrated", "sample", "always_on", "ensemble"])
 def test_every_strategy_can_be_evaluated(folder: Path, strategy: str) -> None:
-    (row,) = json.loads(ask("evaluate", str(folder), "--strategy", strategy, "--runs", "2", "--json"))
+    options = ["--runs", "2"] if strategy == "ensemble" else []
+    (row,) = json.loads(ask("evaluate", str(folder), "--strategy", strategy, *options, "--json"))
     assert 0.1 < row["accuracy"] <= 1
     if strategy == "always_on":
         assert row["macs_fraction"] == pytest.approx(1)
@@ -81,6 +82,44 @@ def test_rounded_widths_are_made_from_the_gated_network(folder: Path, tmp_path: 
     ask("shrink", str(folder), "--out", str(tmp_path / "r.safetensors"), "--round-to", "8")
     small = headgate.load(tmp_path / "r.safetensors", make())
     assert {module.out_channels % 8 for module in small.modules() if isinstance(module, torch.nn.Conv2d)} == {0}
+
+
+def test_a_network_with_folded_batchnorm_is_the_tuned_one(folder: Path, tmp_path: Path) -> None:
+    ask("shrink", str(folder), "--out", str(tmp_path / "f.safetensors"), "--fold-batchnorm")
+    folded = headgate.load(tmp_path / "f.safetensors", make())
+    tuned = headgate.load(folder / "small.safetensors", make())
+    assert any(isinstance(module, torch.nn.BatchNorm2d) for module in tuned.modules())
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded.modules())
+    x = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(folded(x), tuned(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate", "--tau", "0.3"], "--tau goes with --strategy threshold"),
+        (["evaluate", "--strategy", "threshold", "--runs", "3"], "--runs goes with --strategy ensemble"),
+        (["evaluate", "--strategy", "ensemble", "--combine", "nonsense"], "combine"),
+        (["shrink", "--round-to", "0", "--out", "x.safetensors"], "round_to=0"),
+        (["shrink", "--onnx", "."], "is a folder"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(
+    folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [words[0], str(folder), *words[1:]])
+    assert result.exit_code == 1 and message in result.stderr and "Traceback" not in result.output
+
+
+def test_bench_tells_what_it_can_where_onnx_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.warns(UserWarning, match="no figures of ONNX Runtime: .*no such operator"):
+        rows = json.loads(ask("bench", str(folder), "--batch", "2", "--rounds", "2", "--threads", "1", "--json"))
+    assert {row["engine"] for row in rows} == {"PyTorch"}
 
 
 def test_another_network_needs_a_place_of_its_own(folder: Path) -> None:
@@ -135,7 +174,8 @@ def test_a_run_with_exits_answers_too(tmp_path: Path) -> None:
     assert [row["batch"] for row in json.loads(ask(*bench))] == [1, 8]
     for words, message in (
         (["shrink", str(folder), "--onnx", str(tmp_path / "x.onnx")], "cascade.safetensors"),
-        (["bench", str(folder), "--batch", "1000"], "there are only 360 images"),
+        (["bench", str(folder), "--batch", "1", "--batch", "1000"], "there are only 360 images"),
+        (["evaluate", str(folder), "--strategy", "threshold", "--tau", "0.3"], "--sweep-tau"),
     ):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 1 and message in result.stderr

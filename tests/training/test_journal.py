@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -441,3 +442,25 @@ def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(HeadgateError, match=r"pip install 'headgate\[train\]'"):
         Journal(tmp_path / "run", title="a run", tensorboard=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_told_once_with_its_remedy(tmp_path: Path) -> None:
+    """In a process of its own: the limit holds for all its files."""
+    program = f"""
+import resource, signal
+from pathlib import Path
+from headgate.errors import FileError
+from headgate.training.journal import Journal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+try:
+    with Journal(Path({str(tmp_path)!r}), title="t", quiet=True) as journal:
+        journal.note("first", {{"x": 1}})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+        journal.note("second", {{"x": "y" * 500}})
+except FileError as error:
+    print("told:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "told:" in done.stdout and "--resume" in done.stdout
+    assert [line["kind"] for line in read_log(tmp_path / "log.jsonl")] == ["first"]

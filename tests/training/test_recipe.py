@@ -28,7 +28,7 @@ def test_the_papers_imagenet_schedule(depth: int) -> None:
 
 def test_a_recipe_survives_json() -> None:
     for recipe in RECIPES.values():
-        changed = overridden(recipe, {"frozen": () if recipe.exits else ("conv1",), "teacher": "x=y"})
+        changed = overridden(recipe, {"frozen": () if recipe.exits else ("conv1",), "distill": 0.5, "teacher": "x=y"})
         assert Recipe.from_json(changed.to_json()) == changed
 
 
@@ -49,12 +49,24 @@ def test_an_unknown_recipe_is_answered_with_a_guess() -> None:
     ("field", "value"),
     [
         ("gate_epochs", -1), ("batch_size", 0), ("ramp", 1.5), ("tune_lr", float("nan")), ("gate_schedule", "linear"),
-        ("budget", "none"), ("precision", "fp8"), ("distill", -0.1), ("step_epochs", 0),
+        ("budget", "none"), ("precision", "fp8"), ("distill", -0.1), ("step_epochs", 0), ("momentum", 3.0),
     ],
 )  # fmt: skip
 def test_nonsense_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(HeadgateError, match=field):
         dataclasses.replace(RECIPES["digits-static"], **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("other", "field", "value"),
+    [
+        ({}, "teacher", "x=y.safetensors"), ({}, "distill_temperature", 2.0), ({}, "rate", 0.3), ({}, "static", ("conv1",)),
+        ({"kind": "dynamic"}, "squeeze_below", 0.02), ({"budget": "paper"}, "ramp", 0.1),
+    ],
+)  # fmt: skip
+def test_a_field_that_would_say_nothing_is_refused(other: dict[str, object], field: str, value: object) -> None:
+    with pytest.raises(HeadgateError, match=f"{field}=.* left out with"):
+        dataclasses.replace(RECIPES["digits-static"], **other, **{field: value})
 
 
 def test_schedules_start_and_end_where_they_should() -> None:

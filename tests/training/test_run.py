@@ -17,6 +17,7 @@ from headgate.training import checkpoint as checkpoints
 from headgate.training import loop
 from headgate.training.journal import read_log
 from headgate.training.loop import Interrupted
+from headgate.training.prepare import _teacher_named
 from headgate.training.recipe import RECIPES
 from headgate.training.start import Options, go, only_user
 from tests.training.runs import RECIPE, TINY, options_of, run, same_weights, start_process
@@ -495,3 +496,15 @@ def test_exits_are_checked_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(HeadgateError, match="tune_epochs"):
         run(tmp_path / "run", **{**LEAVING, "tune_epochs": 1})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("teacher", "model", "weights"),
+    [
+        ("w.safetensors", "", "w.safetensors"), ("cifar_resnet56=a=b/w.safetensors", "cifar_resnet56", "a=b/w.safetensors"),
+        ("timm:resnet18.a1_in1k=w", "timm:resnet18.a1_in1k", "w"), ("a=b/nets.py:big=w", "a=b/nets.py:big", "w"),
+        ("=a=b/w", "", "a=b/w"),
+    ],
+)  # fmt: skip
+def test_a_teacher_has_a_name_and_a_file(teacher: str, model: str, weights: str) -> None:
+    assert _teacher_named(teacher) == (model, weights)

@@ -11,6 +11,10 @@ from headgate.cli.common import friendly_errors, print_json, print_table
 from headgate.errors import HeadgateError
 
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "threshold": {"tau": 0.5}, "sample": {"seed": 0}, "ensemble": {"runs": 5, "combine": "mean", "seed": 0},
+}  # fmt: skip
+"""Of the strategies that have some."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -20,12 +24,12 @@ def evaluate(
         str | None, typer.Option(help="threshold, calibrated, sample, always_on or ensemble (default: all networks).")
     ] = None,
     of: Annotated[
-        str | None, typer.Option(help="Which gated network: trained (before calibration), gated, decided, conditional.")
+        str | None, typer.Option(help="One network: dense, trained (before calibration), gated, decided, shrunk, …")
     ] = None,
-    tau: Annotated[float, typer.Option(help="For the threshold strategy.")] = 0.5,
-    runs: Annotated[int, typer.Option(help="For ensembles: sampled runs.")] = 5,
-    combine: Annotated[str, typer.Option(help="For ensembles: mean or vote.")] = "mean",
-    seed: Annotated[int, typer.Option(help="For sampled strategies.")] = 0,
+    tau: Annotated[float | None, typer.Option(help="For the threshold strategy (default: 0.5).")] = None,
+    runs: Annotated[int | None, typer.Option(help="For ensembles: sampled runs (default: 5).")] = None,
+    combine: Annotated[str | None, typer.Option(help="For ensembles: mean or vote (default: mean).")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the sample and ensemble strategies (default: 0).")] = None,
     sweep: Annotated[bool, typer.Option("--sweep-tau", help="A table over tau: accuracy, MACs, milliseconds.")] = False,
     data_dir: Annotated[str | None, typer.Option(help="Where the data is, if not where it was.")] = None,
     as_json: AsJson = False,
@@ -36,11 +40,8 @@ def evaluate(
     with friendly_errors():
         if sweep and strategy is not None:
             raise HeadgateError("--sweep-tau moves tau, so it goes without --strategy")
-        known: dict[str, dict[str, Any]] = {
-            "threshold": {"tau": tau}, "sample": {"seed": seed},
-            "ensemble": {"runs": runs, "combine": combine, "seed": seed},
-        }  # fmt: skip
-        rows = ask.evaluate(run, strategy, known.get(strategy or "", {}), of=of, sweep=sweep, data_dir=data_dir)
+        options = _options_of(strategy, {"tau": tau, "runs": runs, "combine": combine, "seed": seed})
+        rows = ask.evaluate(run, strategy, options, of=of, sweep=sweep, data_dir=data_dir)
     if as_json:
         print_json(rows)
     else:
@@ -56,12 +57,22 @@ def evaluate(
         print_table(title, ["network", "accuracy", "MACs", "of dense", *timed], cells)
 
 
+def _options_of(strategy: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """What was given to a strategy; what says nothing to it is refused."""
+    given = {name: value for name, value in given.items() if value is not None}
+    of_this = OPTIONS.get(strategy or "", {})
+    for name in given.keys() - of_this.keys():
+        meant = " or ".join(known for known, options in OPTIONS.items() if name in options)
+        raise HeadgateError(f"--{name} goes with --strategy {meant}")
+    return of_this | given
+
+
 def shrink(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help="Where to write the shrunk network (.safetensors).")] = None,
     onnx: Annotated[Path | None, typer.Option(help="Also write an ONNX file.")] = None,
     round_to: Annotated[
-        int, typer.Option(help="Widths that are multiples of this (from the gated network, untuned).")
+        int, typer.Option(help="Widths that are multiples of this; the weights are then those before tuning.")
     ] = 1,
     fold_batchnorm: Annotated[bool, typer.Option("--fold-batchnorm", help="Fold BatchNorm into convolutions.")] = False,
     as_json: AsJson = False,
@@ -78,10 +89,12 @@ def shrink(
     rows = [
         [name, f"{size['macs']:,}", f"{size['macs'] / dense:.1%}", f"{size['parameters']:,}"]
         for name, size in made.items()
-        if name != "files"
+        if name not in ("files", "tuned")
     ]
     print_table(str(run), ["network", "MACs", "of dense", "parameters"], rows)
     typer.echo("\n".join(f"wrote {file}" for file in made["files"]) or f"it is in {run / 'small.safetensors'}")
+    if round_to > 1:
+        typer.echo("Its weights are those before tuning: for a tuned network of such widths, train with --round-to.")
 
 
 def bench(
@@ -89,7 +102,10 @@ def bench(
     batch: Annotated[list[int] | None, typer.Option(help="Batch sizes (default: 1 and 32).")] = None,
     threads: Annotated[int, typer.Option(help="Threads; 0: as many as torch takes.")] = 0,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 20,
-    data_dir: Annotated[str | None, typer.Option(help="Where the data is, if not where it was.")] = None,
+    data_dir: Annotated[
+        str | None,
+        typer.Option(help="Where the data is, if not where it was (what depends on images is timed on some)."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Milliseconds of the dense and the smaller network, in PyTorch and (if installed) ONNX Runtime."""
@@ -98,7 +114,7 @@ def bench(
     with friendly_errors():
         if rounds < 1 or any(size < 1 for size in batch or ()):
             raise HeadgateError("bench needs at least one round and batches of at least one image")
-        rows = ask.bench(run, tuple(batch or (1, 32)), threads, rounds, data_dir)
+        rows = ask.bench(run, batch, threads, rounds, data_dir)
     if as_json:
         print_json(rows)
         return

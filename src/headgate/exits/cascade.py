@@ -26,6 +26,7 @@ from headgate.gates.cost import over_processes
 from headgate.gates.dynamic import GateNetwork
 from headgate.gates.gumbel import Relaxation, draw, logistic_noise
 from headgate.graph.trace import tensors_in
+from headgate.inference.calibrate import labelled
 
 # legend of axes: B images, K exits (the last is the model's own), S segments between them, C channels
 
@@ -371,22 +372,24 @@ class ExitModel(nn.Module):
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Optimizer groups: the model's weights, the exits' classifiers (which start from nothing and may want to learn
         `classifier_scale` times as fast), and gates."""
-        gates = [parameter for parameter in self.gate_parameters() if parameter.requires_grad]
-        apart = {id(parameter) for parameter in (*self.gate_parameters(), *self.heads.parameters())}
-        weights = [p for p in self.parameters() if p.requires_grad and id(p) not in apart]
-        heads = list(self.heads.parameters())
+        inner = (
+            self.model.param_groups(lr, weight_decay, gate_lr)
+            if isinstance(self.model, GatedModel)
+            else [{"params": list(self.model.parameters()), "lr": lr, "weight_decay": weight_decay, "name": "weights"}]
+        )
         groups = [
-            {"params": weights, "lr": lr, "weight_decay": weight_decay, "name": "weights"},
+            *inner,
             {
-                "params": heads, "lr": lr * classifier_scale, "weight_decay": weight_decay, "name": "classifiers",
-                "lr_scale": classifier_scale,
+                "params": list(self.heads.parameters()), "lr": lr * classifier_scale, "weight_decay": weight_decay,
+                "name": "classifiers", "lr_scale": classifier_scale,
             },
             {
-                "params": gates, "lr": lr if gate_lr is None else gate_lr, "weight_decay": weight_decay,
-                "name": "gates",
+                "params": list(self.gates.parameters()), "lr": lr if gate_lr is None else gate_lr,
+                "weight_decay": weight_decay, "name": "gates",
             },
         ]  # fmt: skip
-        return [group for group in groups if group["params"]]
+        learning = [group | {"params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+        return [group for group in learning if group["params"]]
 
     # -------------------------------------------------------------------------------------------------- using
 
@@ -399,13 +402,12 @@ class ExitModel(nn.Module):
         wished, right, costs = [], [], []
         try:
             for batch in itertools.islice(loader, batches):
-                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                    raise HeadgateError("exits are judged by labels: give a loader of (images, labels)")
-                images, labels = batch[0].to(device), batch[1].to(device)
-                logits, wishes = self._watch((images,), {})
+                inputs, labels = labelled(batch)
+                labels = labels.to(device)
+                logits, wishes = self._watch(tuple(tensor.to(device) for tensor in inputs), {})
                 wished.append(torch.sigmoid(torch.stack(wishes, 1)).cpu())
                 right.append(torch.stack([answer.argmax(1) == labels for answer in logits], 1).cpu())
-                costs.append(self._segment_shares().cpu().expand(len(images), -1))
+                costs.append(self._segment_shares().cpu().expand(len(labels), -1))
         finally:
             self.train(training)
         if not wished:

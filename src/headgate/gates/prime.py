@@ -7,9 +7,7 @@ through, it tells which gates to close first. Knows classifiers, gradients and c
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +20,22 @@ from headgate.graph.trace import tensors_in
 TINY = 1e-12
 
 
-def worth(model: nn.Module, ledger: Ledger, board: Board, loader: Iterable[Any], batches: int) -> Tensor:
-    """The mean square, over a loader's images, of the loss's gradient with respect to each gate, all gates open."""
+def worth(
+    model: nn.Module, ledger: Ledger, board: Board, batches: Iterable[tuple[tuple[Tensor, ...], Tensor]]
+) -> Tensor:  # fmt: skip
+    """The mean square, over batches of (inputs, labels), of the loss's gradient with respect to each gate, all open."""
     device = next(model.parameters()).device
     total, images_seen = torch.zeros(ledger.count, dtype=torch.float64), 0
     try:
-        for batch in itertools.islice(loader, batches):
-            images, labels = batch[0].to(device), batch[1].to(device)
-            gates_BG = torch.ones(len(images), ledger.count, device=device, requires_grad=True)
+        for inputs, labels in batches:
+            images = len(labels)
+            gates_BG = torch.ones(images, ledger.count, device=device, requires_grad=True)
             board.draw = ledger.draw(gates_BG)
-            loss = nn.functional.cross_entropy(tensors_in(model(images))[0].float(), labels, reduction="sum")
+            scores = tensors_in(model(*(tensor.to(device) for tensor in inputs)))[0].float()
+            loss = nn.functional.cross_entropy(scores, labels.to(device), reduction="sum")
             (gradient_BG,) = torch.autograd.grad(loss, gates_BG)
             total += gradient_BG.double().square().sum(0).cpu()
-            images_seen += len(images)
+            images_seen += images
     finally:
         board.draw = None
     if not images_seen:

@@ -164,6 +164,18 @@ def inputs_of(batch: Any) -> tuple[Any, ...]:
     )
 
 
+def labelled(batch: Any) -> tuple[tuple[Any, ...], Tensor]:
+    """The model's arguments and the labels in a loader's batch: (images, labels), or {"image": …, "label": …}."""
+    labels = None
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        labels = batch[1]
+    elif isinstance(batch, dict):
+        labels = next((batch[key] for key in ("label", "labels", "target", "targets", "y") if key in batch), None)
+    if not isinstance(labels, Tensor):
+        raise HeadgateError("accuracy is judged by labels: give a loader of (images, labels)")
+    return inputs_of(batch), labels
+
+
 def endless(loader: Iterable[Any], batches: int) -> Iterator[tuple[Any, ...]]:
     """`batches` batches of inputs, from the start again where the loader is shorter."""
     given = 0

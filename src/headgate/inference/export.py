@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from headgate.errors import HeadgateError
+from headgate.errors import FileError, HeadgateError
 from headgate.inference.shrink import difference, random_like
 
 ONNX_TOLERANCE = 1e-3
@@ -47,16 +47,25 @@ def export_onnx(model: nn.Module, example_input: Tensor, path: str | os.PathLike
     two = torch.cat([example_input[:1], example_input[:1]])  # a batch of 1 would be taken for a constant
     with warnings.catch_warnings(), _only_errors("torch.onnx"):
         warnings.simplefilter("ignore")  # the exporter's own, about its own code
-        program = torch.onnx.export(
-            model,
-            (two,),
-            dynamo=True,
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            input_names=["images"],
-            verbose=False,
-        )
+        try:
+            program = torch.onnx.export(
+                model,
+                (two,),
+                dynamo=True,
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                input_names=["images"],
+                verbose=False,
+            )
+        except Exception as error:
+            raise HeadgateError(
+                f"the network can't be exported to ONNX ({type(error).__name__}: {str(error).splitlines()[0]}): "
+                "an operator in it is unknown there"
+            ) from error
         assert program is not None
-        program.save(str(path), external_data=False)
+        try:
+            program.save(str(path), external_data=False)
+        except OSError as error:
+            raise FileError(f"{path} can't be written ({error})") from error
     images = random_like(torch.cat([two, two[:1]]))
     with torch.no_grad():
         expected = model(images)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,24 @@ def shrink(
     setattr(small, PLANS_ATTRIBUTE, (*getattr(model, PLANS_ATTRIBUTE, ()), plan))
     setattr(small, ORIGIN_ATTRIBUTE, getattr(model, ORIGIN_ATTRIBUTE, None) or fingerprint(model))
     return small.eval()
+
+
+def with_folded_batchnorm(small: nn.Module, graph: ChannelGraph, example_input: Any) -> nn.Module:
+    """A copy of a network that was shrunk from the graph's model, tuned or not, in which each convolution and the
+    BatchNorm behind it are one layer."""
+    *earlier, plan = getattr(small, PLANS_ATTRIBUTE)
+    folded = stripped_copy(small, to_meta=False, attributes=False).eval()
+    plan = replace(plan, folded=_fold(folded, graph, plan))
+    setattr(folded, PLANS_ATTRIBUTE, (*earlier, plan))
+    args, kwargs = as_arguments(random_like(example_input))
+    with torch.no_grad():
+        pairs = zip(tensors_in(small.eval()(*args, **kwargs)), tensors_in(folded(*args, **kwargs)), strict=True)
+        worst = max((difference(a, b) / TOLERANCE.get(a.dtype, 1e-4) for a, b in pairs), default=0.0)
+    if not worst <= 1:
+        raise ShrinkMismatch(
+            f"with BatchNorm folded the network's output differs by {worst:.2g} of what is allowed: report the model"
+        )
+    return folded
 
 
 def build(model: nn.Module, plan: Plan) -> nn.Module:

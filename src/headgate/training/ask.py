@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,15 @@ from headgate.exits.cascade import ExitModel
 from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
 from headgate.inference.export import export_onnx
+from headgate.inference.shrink import with_folded_batchnorm
 from headgate.storage import load, save
 from headgate.training.loop import EVAL_BATCH, measure
 from headgate.training.prepare import Start, data_of, start_of, with_data_in
-from headgate.training.run import NETWORKS, RESULT, measured, recipe_in
+from headgate.training.run import NETWORKS, RESULT, is_done, measured, recipe_in
 from headgate.training.team import Team
 
 TIMED_IMAGES = 60
+BATCHES = (1, 32)
 SWEEP_ROUNDS = 5
 TITLES = {"decided": "decided, not tuned"}
 TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -68,7 +71,7 @@ def network(folder: Path, name: str, start: Start) -> nn.Module:
         there = [known for known, file in NETWORKS.items() if (folder / file).is_file()]
         remedy = (
             f"it is finished, and has {', '.join(there)}"
-            if (folder / RESULT).is_file()
+            if is_done(folder)
             else f"finish the run with `headgate train --resume {shlex.quote(str(folder))}`"
         )
         raise FileError(f"{folder} has no {NETWORKS[name]}: {remedy}")
@@ -77,6 +80,8 @@ def network(folder: Path, name: str, start: Start) -> nn.Module:
 
 def _gated(folder: Path, start: Start, name: str | None = None) -> GatedModel:
     """A network whose gates can still be moved: the last one, unless another is named."""
+    if start.recipe.exits:
+        raise HeadgateError(f"{folder} has exits, and no strategies: move their thresholds with --sweep-tau")
     name = name or _last_gated(folder)
     gated = network(folder, name, start)
     if not isinstance(gated, GatedModel):
@@ -211,7 +216,8 @@ def _with_generator(options: Mapping[str, Any], device: torch.device) -> dict[st
 def shrink(
     folder: Path, out: Path | None, onnx: Path | None, *, round_to: int = 1, fold_batchnorm: bool = False
 ) -> dict[str, Any]:
-    """Write the run's smaller network as it was tuned; with `round_to`, one of rounder widths, which was not tuned.
+    """Write the run's smaller network as it was tuned; with `round_to`, one of rounder widths, whose weights are those
+    before tuning.
 
     A conditional network has no smaller form that is a file of its own: it can be written as ONNX, which computes
     everything and masks.
@@ -219,6 +225,10 @@ def shrink(
     for path in (out, onnx):
         if path is not None and not path.resolve().parent.is_dir():
             raise FileError(f"{path} can't be written: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise FileError(f"{path} is a folder: give the name of a file")
+    if round_to < 1:
+        raise HeadgateError(f"round_to={round_to}: widths become multiples of it, so it must be at least 1")
     start = _start(folder)
     if start.recipe.exits:
         raise HeadgateError(
@@ -227,12 +237,14 @@ def shrink(
         )
     if start.recipe.kind == "dynamic":
         return _write_conditional(folder, start, out, onnx, round_to > 1 or fold_batchnorm)
-    if round_to > 1 or fold_batchnorm:
-        if out is None and onnx is None:
-            raise HeadgateError("another network than the run's needs a place of its own: give --out or --onnx")
+    if (round_to > 1 or fold_batchnorm) and out is None and onnx is None:
+        raise HeadgateError("another network than the run's needs a place of its own: give --out or --onnx")
+    if round_to > 1:
         small = _gated(folder, start).shrink(round_to=round_to, fold_batchnorm=fold_batchnorm)
     else:
         small = network(folder, "shrunk", start)
+        if fold_batchnorm:
+            small = with_folded_batchnorm(small, _gated(folder, start).graph, start.example)
     files = []
     if out is not None:
         save(small, out)
@@ -245,6 +257,7 @@ def shrink(
         "files": files,
         "dense": _size(dense, start.example),
         "shrunk": _size(small, start.example),
+        "tuned": round_to == 1 and start.recipe.tune_epochs > 0,
     }
 
 
@@ -271,9 +284,9 @@ def _count(net: nn.Module) -> int:
 
 
 def bench(
-    folder: Path, batches: tuple[int, ...], threads: int, rounds: int, data_dir: str | None = None
+    folder: Path, batches: Sequence[int] | None, threads: int, rounds: int, data_dir: str | None = None
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Milliseconds of the dense and the smaller network, interleaved, in PyTorch and ONNX Runtime where installed.
+    """Milliseconds of the dense and the smaller network, interleaved, in PyTorch and ONNX Runtime where that works.
 
     A conditional network is compared in PyTorch, on images of its data: noise would open other channels.
     """
@@ -281,7 +294,7 @@ def bench(
     recipe = recipe_in(folder)
     if recipe.exits or recipe.kind == "dynamic":
         return _bench_conditional(folder, batches, threads, rounds, data_dir)
-    start = _start(folder)
+    start, batches = _start(folder), batches or BATCHES
     nets = {"dense": network(folder, "dense", start).eval(), "small": network(folder, "shrunk", start).eval()}
     macs_ratio = count_macs(nets["dense"], start.example) / count_macs(nets["small"], start.example)
     rows = []
@@ -299,17 +312,18 @@ def bench(
 
 
 def _bench_conditional(
-    folder: Path, batches: tuple[int, ...], threads: int, rounds: int, data_dir: str | None
+    folder: Path, batches: Sequence[int] | None, threads: int, rounds: int, data_dir: str | None
 ) -> list[dict[str, Any]]:  # fmt: skip
     start, data = open_run(folder, data_dir)
     dense = network(folder, "dense", start).eval()
     small = network(folder, "cascade", start).eval() if start.recipe.exits else _gated(folder, start)
     assert isinstance(small, (GatedModel, ExitModel))
     rows = []
+    batches = batches or [batch for batch in BATCHES if batch <= len(data.test)]
+    if max(batches, default=1) > len(data.test):
+        raise HeadgateError(f"batches of {max(batches)}: there are only {len(data.test)} images")
     with torch_threads(threads):
         for batch in batches:
-            if batch > len(data.test):
-                continue  # there are not as many images
             images = timed_images(data.test, max(batch, TIMED_IMAGES))
             parts = [part for part in images.split(batch) if len(part) == batch]
             with torch.no_grad():
@@ -321,8 +335,6 @@ def _bench_conditional(
                 name: timing_of([ms / len(parts) for ms in timing.samples_ms]) for name, timing in timings.items()
             }
             rows.append(_bench_row("PyTorch", batch, threads, a_batch["dense"], a_batch["small"], fewer))
-    if not rows:
-        raise HeadgateError(f"batches of {', '.join(map(str, batches))}: there are only {len(data.test)} images")
     return rows
 
 
@@ -346,11 +358,12 @@ def _bench_row(engine: str, batch: int, threads: int, dense: Timing, small: Timi
 
 
 def _exported(nets: Mapping[str, nn.Module], example: Tensor, folder: Path) -> dict[str, Path]:
-    try:
-        import onnxruntime  # noqa: F401
-    except ImportError:
-        return {}
+    """The networks as ONNX files; none where that can't be, for PyTorch's figures are worth having all the same."""
     paths = {name: folder / f"{name}.onnx" for name in nets}
-    for name, net in nets.items():
-        export_onnx(net, example, paths[name])
+    try:
+        for name, net in nets.items():
+            export_onnx(net, example, paths[name])
+    except HeadgateError as error:
+        warnings.warn(f"no figures of ONNX Runtime: {error}", stacklevel=3)
+        return {}
     return paths

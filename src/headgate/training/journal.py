@@ -29,7 +29,7 @@ from headgate.training.screen import View, screen_for
 LOG_NAME = "log.jsonl"
 TENSORBOARD_NAME = "tensorboard"
 
-SMOOTHED = ("loss", "task_loss", "cost")
+SMOOTHED = ("loss", "cost")
 """What jumps from batch to batch: the view shows its running average. The log keeps what was measured."""
 
 J = TypeVar("J", bound="AnyJournal")
@@ -283,7 +283,7 @@ class Log:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b")
+            self._file = path.open("a+b", buffering=0)  # a line that could not be written does not come up again
         except OSError as error:
             raise FileError(f"{path} can't be written ({error.strerror}): choose another folder") from error
         self._cut_torn_line()
@@ -291,8 +291,10 @@ class Log:
     @property
     def position(self) -> int:
         """Bytes so far, safe on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._full(error) from error
         return self._file.seek(0, os.SEEK_END)
 
     def cut(self, position: int) -> bool:
@@ -307,12 +309,13 @@ class Log:
         """Append a line; it outlives this process from here on."""
         line = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
-            self._file.write(line)
-            self._file.flush()
+            while line:
+                line = line[self._file.write(line) or 0 :]
         except OSError as error:
-            raise FileError(
-                f"{self.path} can't be written ({error.strerror}): free some space, then go on with --resume"
-            ) from error
+            raise self._full(error) from error
+
+    def _full(self, error: OSError) -> FileError:
+        return FileError(f"{self.path} can't be written ({error.strerror}): free some space, then go on with --resume")
 
     def close(self) -> None:
         """May be called twice."""

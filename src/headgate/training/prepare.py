@@ -7,6 +7,7 @@ checkpoints.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def teacher_of(recipe: Recipe, phase: PhaseName, dense: nn.Module, shape: tuple[
     if recipe.distill == 0 or phase == "dense" or (phase == "gates" and not recipe.distill_gates):
         return None
     if recipe.teacher is not None:
-        model, _, weights = recipe.teacher.rpartition("=")
+        model, weights = _teacher_named(recipe.teacher)
         dense = load_named(model or recipe.model, shape, weights=weights).model
     return dense.eval().requires_grad_(False)
 
@@ -187,16 +188,26 @@ def with_absolute_places(recipe: Recipe) -> Recipe:
         value = getattr(recipe, name)
         if value is not None and value != "pretrained":
             changes[name] = _absolute(value)
-    file, colon, function = recipe.model.rpartition(":")
-    if file.endswith(".py"):
-        changes["model"] = os.path.abspath(file) + colon + function
+    if (model := _absolute_model(recipe.model)) != recipe.model:
+        changes["model"] = model
     if recipe.data.startswith("folder:"):
         path = os.path.expanduser(recipe.data.removeprefix("folder:"))
         changes["data"] = "folder:" + _absolute(os.path.join(recipe.data_dir or "", path))
     if recipe.teacher is not None:
-        model, equals, weights = recipe.teacher.rpartition("=")
-        changes["teacher"] = model + equals + _absolute(weights)
+        model, weights = _teacher_named(recipe.teacher)
+        changes["teacher"] = f"{_absolute_model(model)}={_absolute(weights)}"
     return replace(recipe, **changes)  # type: ignore[arg-type]
+
+
+def _teacher_named(teacher: str) -> tuple[str, str]:
+    """The model and the weights of NAME=weights.safetensors; without a name, the student's model."""
+    named = re.fullmatch(r"((?:\w+:)?[\w.-]*|.*?\.py:\w+)=(.+)", teacher)
+    return (named[1], named[2]) if named else ("", teacher)
+
+
+def _absolute_model(model: str) -> str:
+    file, colon, function = model.rpartition(":")
+    return os.path.abspath(file) + colon + function if file.endswith(".py") else model
 
 
 def _absolute(path: str) -> str:

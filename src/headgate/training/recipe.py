@@ -44,6 +44,12 @@ OF_CHANNELS = (
 )  # fmt: skip
 """Fields that speak of gates on channels: exits have none, and leave them as they are."""
 OF_EXITS = ("exit_head", "classifier_weight", "classifier_scale", "train_model")
+SILENT: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "teacher": ("distill", (0.0,)), "distill_temperature": ("distill", (0.0,)), "distill_gates": ("distill", (0.0,)),
+    "squeeze_below": ("kind", ("dynamic",)), "static": ("kind", ("static",)),
+    "rate": ("loss", ("macs", "activation")), "budget_weight": ("budget", ("paper",)), "ramp": ("budget", ("paper",)),
+}  # fmt: skip
+"""Fields that would say nothing where another field has one of these values."""
 PLACES = ("weights", "data_dir", "teacher", "workers")
 """Fields that say where something is or how it is read: they may change when a run goes on."""
 
@@ -134,6 +140,11 @@ class Recipe:
         for name in OF_CHANNELS if self.exits else OF_EXITS:
             where = "with exits, which have no gates on channels" if self.exits else "without exits"
             _check(getattr(self, name) == usual[name], self, name, f"left out {where}")
+        for name, (other, values) in SILENT.items():
+            if getattr(self, other) in values:
+                where = f"left out with {other}={getattr(self, other)}, which does not look at it"
+                _check(getattr(self, name) == usual[name], self, name, where)
+        _check(self.momentum < 1, self, "momentum", "below 1")
         for name in ("classifier_weight", "classifier_scale"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in ("dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay", "prime_spread"):

@@ -29,6 +29,7 @@ from headgate.errors import FileError, HeadgateError
 from headgate.exits.cascade import ExitModel
 from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
+from headgate.inference.files import remove_scratch
 from headgate.storage import load, save
 from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import AnyJournal
@@ -89,6 +90,9 @@ class Run:
         self._conditions = {
             "threads": torch.get_num_threads(), "processes": self.team.processes, "images": len(data.train),
         }  # fmt: skip
+        if self.team.main:
+            for file in (*NETWORKS.values(), RESULT):
+                remove_scratch(self.folder / file)
         resumed = self._resumed()
         self.team.wait()  # all have read it before anybody writes the next
         if resumed is None:
@@ -246,7 +250,12 @@ class Run:
             result["exits"] = asdict(table)
         self.journal.note("end", {key: result[key] for key in ("accuracy", "macs_fraction", "seconds")})
         if self.team.main:
-            write_text(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
+            try:
+                write_text(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
+            except OSError as error:
+                raise FileError(
+                    f"{self.folder / RESULT} can't be written ({error}): free some space, then go on with --resume"
+                ) from error
         return result
 
     # -------------------------------------------------------------------------------------------- checkpoints

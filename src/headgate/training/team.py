@@ -43,6 +43,7 @@ class Team:
                 "Look at its settings (`accelerate env`, ACCELERATE_* in the environment)"
             )
         self.device: torch.device = self.accelerator.device
+        self._prepared: nn.Module | None = None
 
     @property
     def main(self) -> bool:
@@ -52,10 +53,14 @@ class Team:
     def prepare(self, net: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """The network and its optimizer, ready for several processes and the chosen precision."""
         prepared = self.accelerator.prepare(net, optimizer)
+        self._prepared = prepared[0]
         return prepared[0], prepared[1]
 
     def release(self) -> None:
-        """Forget prepared networks: a phase is over."""
+        """Forget prepared networks: a phase is over, and what follows computes in full precision again."""
+        if self._prepared is not None:
+            self.accelerator.unwrap_model(self._prepared, keep_fp32_wrapper=False, keep_torch_compile=False)
+        self._prepared = None
         self.accelerator.free_memory()
 
     def backward(self, loss: Tensor) -> None:
