@@ -444,3 +444,12 @@ def test_exits_that_make_no_sense() -> None:
     with pytest.raises(headgate.HeadgateError, match=r"\(images, labels\)"):
         exits.calibrate([randn(8, *X)])
     assert "together" in str(exits.table(LOADER)) and "layer1" in str(exits.table(LOADER))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"static": ["layer1"]}, "all gates are static already"), ({"rates": 0.3}, "leave them out with loss='macs'")],
+)
+def test_options_that_would_say_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(headgate.HeadgateError, match=message):
+        headgate.gate(resnet(), randn(2, *X), target=0.5, **options)

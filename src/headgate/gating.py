@@ -53,6 +53,10 @@ def gate(
     """
     if kind not in ("static", "dynamic"):
         raise HeadgateError(f'kind={kind!r}: gates are "static" or "dynamic"')
+    if static and kind == "static":
+        raise HeadgateError("static=[…] names exceptions where kind='dynamic': all gates are static already")
+    if rates is not None and loss != "per_gate":
+        raise HeadgateError(f"rates=… are those of loss='per_gate': leave them out with loss={loss!r}")
     settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
     check_model(model)
     for module in model.modules():

@@ -10,13 +10,9 @@ from rich.table import Table
 from headgate.cli.common import console, friendly_errors, print_json
 from headgate.errors import HeadgateError
 from headgate.gating import inspect as inspect_model
-from headgate.graph.grouping import ChannelGraph, Granularity
+from headgate.graph.grouping import ChannelGraph, granularity_named
 from headgate.graph.table import as_json, layer_rows
 from headgate.models.names import load_named
-
-
-def _granularity(text: str) -> Granularity:
-    return int(text) if text.isdigit() else text  # type: ignore[return-value]
 
 
 def _shape(text: str | None) -> tuple[int, ...] | None:
@@ -47,7 +43,7 @@ def inspect(
         graph = inspect_model(
             named.model.eval(),
             named.example_input,
-            granularity=_granularity(granularity),
+            granularity=granularity_named(granularity),
             frozen=tuple(frozen or ()),
             stream=stream,  # type: ignore[arg-type]
         )

@@ -24,6 +24,11 @@ ALWAYS_OPEN = -1
 Decisions = NDArray[np.bool_]
 
 
+def granularity_named(text: str) -> Granularity:
+    """A granularity as it is written on the command line or in a recipe; `Settings` says what is wrong with it."""
+    return int(text) if text.isdigit() else text  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
 class Mask:
     """A named vector of gates: `gates` are its numbers `first` to `first + size`."""

@@ -22,6 +22,7 @@ from headgate.exits.cascade import ExitModel
 from headgate.gated import GatedModel
 from headgate.gates.budget import Budget, parse_target
 from headgate.gating import gate
+from headgate.graph.grouping import granularity_named
 from headgate.graph.macs import count_macs
 from headgate.graph.trace import tensors_in
 from headgate.models.names import load_named
@@ -69,7 +70,6 @@ def data_of(recipe: Recipe) -> DataSet:
 
 def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> GatedModel | ExitModel:
     """The network with the recipe's gates, on channels or behind exits, its budget planned over `steps` steps."""
-    granularity: Any = int(recipe.granularity) if recipe.granularity.isdigit() else recipe.granularity
     share = parse_target(recipe.target, count_macs(model, example))
     budget = (
         Budget.paper(share)
@@ -83,7 +83,8 @@ def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> G
             temperature=recipe.temperature, hard=recipe.hard, backward=recipe.backward,  # type: ignore[arg-type]
         )  # fmt: skip
     options: dict[str, Any] = {
-        "kind": recipe.kind, "granularity": granularity, "loss": recipe.loss, "static": recipe.static,
+        "kind": recipe.kind, "granularity": granularity_named(recipe.granularity), "loss": recipe.loss,
+        "static": recipe.static,
         "stream": None if recipe.stream == "auto" else recipe.stream,
         "rates": recipe.rate, "initial_probability": recipe.initial_probability, "temperature": recipe.temperature,
         "hard": recipe.hard, "backward": recipe.backward,
