@@ -247,8 +247,9 @@ def test_targets_with_units(target: str, share: float) -> None:
     "options", [{"target": 1e-4}, {"target": "100"}, {"target": 0.3, "frozen": ["layer2", "layer3"]}]
 )
 def test_a_target_below_what_can_be_reached(options: dict[str, Any]) -> None:
+    advice = ", or freeze less" if "frozen" in options else "; `headgate inspect`"
     with pytest.raises(
-        headgate.TargetError, match=r"can't be reached.*of the MACs are left.*Choose a higher target, or freeze less"
+        headgate.TargetError, match=rf"can't be reached.*of the MACs are left.*Choose a higher target{advice}"
     ):
         gated_resnet(**options)
 
@@ -453,3 +454,47 @@ def test_exits_that_make_no_sense() -> None:
 def test_options_that_would_say_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(headgate.HeadgateError, match=message):
         headgate.gate(resnet(), randn(2, *X), target=0.5, **options)
+
+
+def test_data_that_is_not_finite_or_empty_is_named_by_its_batch() -> None:
+    good = randn(4, *X)
+    bad = good.clone()
+    bad[0, 0, 0, 0] = math.nan
+    gated = gated_resnet()
+    before = {name: value.clone() for name, value in gated.state_dict().items() if isinstance(value, Tensor)}
+    for batch, says in ((bad, "batch 2 of the loader holds NaN"), (good[:0], "batch 2 of the loader is empty")):
+        with pytest.raises(headgate.HeadgateError, match=says):
+            gated.calibrate([good, batch], batches=2)
+    for name, value in gated.model.state_dict().items():
+        assert torch.equal(value, before[f"model.{name}"]), name
+    with torch.no_grad():
+        gated.model.conv1.weight.fill_(math.nan)
+    with pytest.raises(headgate.NonFiniteLoss, match="nothing but NaN"):
+        gated.project().shrink()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_and_foreign_answers() -> None:
+    with pytest.raises(headgate.ModelError, match="TorchScript"):
+        headgate.gate(torch.jit.trace(resnet(), randn(1, *X)), randn(1, *X))
+    net = Net(lambda n, x: type("Own", (), {"scores": n.b(n.a(x))})(), a=conv(3, 8), b=conv(8, 4))
+    with pytest.raises(headgate.TraceError, match="returns a Own in which no tensor is found"):
+        headgate.gate(net, randn(1, *X))
+
+
+def test_weights_that_are_computed_are_told_with_the_remedy() -> None:
+    norm = nn.utils.parametrizations.weight_norm
+    net = nn.Sequential(norm(conv(3, 8)), nn.ReLU(), norm(conv(8, 4)))
+    with pytest.raises(headgate.NothingToGate, match="`0` has a parametrization.*remove_parametrizations"):
+        headgate.gate(net, randn(1, *X))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"budget": 0.5}, "pass headgate.Budget"), ({"initial_probability": "0.9"}, "between 0 and 1")],
+)
+def test_options_of_other_types(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(headgate.HeadgateError, match=says):
+        gated_resnet(**options)
+    with pytest.raises(headgate.HeadgateError, match="ramp_steps='10'"):
+        Budget(0.5, ramp_steps="10")  # type: ignore[arg-type]

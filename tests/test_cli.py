@@ -81,3 +81,16 @@ def test_version_is_that_of_the_package() -> None:
     code, output = run("--version")
     assert code == 0
     assert output.startswith("headgate 0.")
+
+
+@pytest.mark.parametrize("name", ["make", "model"])
+@pytest.mark.parametrize("shape", ["2,64", "1,2,64"])
+def test_inspect_takes_sound_and_modules_themselves(name: str, shape: str, tmp_path: Path) -> None:
+    file = tmp_path / "sound.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def make(): return nn.Sequential(nn.Conv1d(2, 8, 3), nn.ReLU(), nn.Conv1d(8, 4, 3))\n"
+        "model = make()\n"
+    )
+    code, output = run("inspect", f"{file}:{name}", "--input", shape, "--json")
+    assert code == 0 and json.loads(output)["macs"] == 62 * 8 * 2 * 3 + 60 * 4 * 8 * 3

@@ -6,12 +6,14 @@ import copy
 import inspect
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import headgate
 from headgate.gates.budget import Budget
@@ -274,3 +276,67 @@ def test_inspect_needs_no_gates() -> None:
     case = NETWORKS["one parameter in two modules"]
     graph = headgate.inspect(case.make(), example(case))
     assert graph.masks == () and graph.dense_macs == headgate.count_macs(case.make(), example(case))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.a, self.fc = conv(3, 8), head(8)
+        self.b = nn.Sequential(conv(8, 8), nn.ReLU(), conv(8, 8), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x).relu()
+        y = self.b(y) if self.reentrant is None else checkpoint(self.b, y, use_reentrant=self.reentrant)
+        return self.fc(y.mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_gradient_checkpoints_find_the_same_gates_again(kind: str) -> None:
+    gradients = []
+    for reentrant in (None, False):
+        torch.manual_seed(0)
+        gated = headgate.gate(Checkpointed(reentrant), randn(2, *X), kind=kind, initial_probability=0.6)
+        (gated(randn(4, *X)).square().sum() + gated.cost_loss()).backward()
+        gradients.append({name: p.grad for name, p in gated.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_the_old_kind_of_checkpoints_is_refused_rather_than_wrong() -> None:
+    gated = headgate.gate(Checkpointed(True), randn(2, *X), initial_probability=0.6)
+    loss = gated(randn(4, *X)).square().sum()
+    with pytest.raises(headgate.HeadgateError, match="use_reentrant=False"):
+        loss.backward()
+
+
+@dataclass
+class Answer:
+    scores: torch.Tensor
+
+
+def test_an_answer_in_a_dataclass_is_an_output() -> None:
+    net = Net(lambda n, x: Answer(n.fc(n.b(n.a(x).relu()).relu().mean((2, 3)))), a=conv(3, 8), b=conv(8, 8), fc=head(8))
+    gated = headgate.gate(net, randn(2, *X), target=0.5).project().eval()
+    assert [mask.name for mask in gated.graph.masks] == ["a", "b"]
+    assert difference(gated(randn(2, *X)).scores, gated.shrink()(randn(2, *X)).scores) < 1e-5
+
+
+def test_arguments_by_name_are_found_in_batches() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.norm, self.fc = conv(3, 8), conv(1, 8), nn.BatchNorm1d(16), nn.Linear(16, 5)
+
+        def forward(self, *, image: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
+            both = torch.cat([self.a(image).relu(), self.b(depth).relu()], 1)
+            return self.fc(self.norm(both.mean((2, 3))))
+
+    batch = {"depth": randn(4, 1, 8, 8), "image": randn(4, 3, 8, 8)}
+    gated = headgate.gate(Two(), batch)
+    labelled = [batch | {"label": torch.arange(4)}]
+    gated.prime_(labelled, 1).calibrate(labelled, batches=2)
+    assert len(gated.sweep_tau(labelled, [0.5])) == 1
+    assert difference(gated.eval()(**batch), gated.shrink()(**batch)) < 1e-5

@@ -141,10 +141,11 @@ class GatedModel(nn.Module):
         self._last = draw
         self._macs = None
         self._board.draw, self._board.decide = draw, self._decide_site
+        self._board.kept = draw if torch.is_grad_enabled() else None
         try:
             return self.model(*args, **kwargs)
         finally:
-            self._board.draw = self._board.decide = None
+            self._board.draw = None
 
     @property
     def _sampling(self) -> bool:
@@ -423,8 +424,8 @@ class GatedModel(nn.Module):
         self.unsqueeze_()
         training = self.training
         try:
-            given = (labelled(batch) for batch in itertools.islice(loader, batches))
-            worth_G = worth(self.eval().model, self._ledger, self._board, given)
+            given = (labelled(batch, self._names) for batch in itertools.islice(loader, batches))
+            worth_G = worth(self.eval().model, self._ledger, self._board, given, self._names)
         finally:
             self.train(training)
         logit = math.log(probability / (1 - probability))
@@ -535,7 +536,7 @@ class GatedModel(nn.Module):
             if self.dynamic is None:
                 self.project(round_to).eval()
                 if batchnorm:
-                    reestimate_batchnorm(self.model, self._run_inputs, loader, batches)
+                    reestimate_batchnorm(self.model, self._run_inputs, loader, batches, self._names)
             else:
                 if round_to != 1:
                     raise HeadgateError(f"round_to={round_to}: gates that depend on the input leave no widths to round")
@@ -547,7 +548,7 @@ class GatedModel(nn.Module):
     def _calibrate_tau(self, loader: Iterable[Any], batches: int, batchnorm: bool) -> None:
         """The threshold at which a loader's images cost the target on average, with BatchNorm re-estimated there."""
         assert self.dynamic is not None
-        data = endless(loader, batches)
+        data = endless(loader, batches, self._names)
         probe = list(itertools.islice(data, TAU_BATCHES))
 
         def macs_at(tau: float) -> float:
@@ -578,12 +579,20 @@ class GatedModel(nn.Module):
         device = next(self.parameters()).device
         total, images = 0.0, 0
         for inputs in batches:
-            self(*(tensor.to(device) for tensor in inputs))
+            self._run_inputs(*(tensor.to(device) for tensor in inputs))
             total += self.macs() * self._images
             images += self._images
         return total / images
 
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Of the model's arguments, where the example gave them by name."""
+        return tuple(self._example_input) if isinstance(self._example_input, Mapping) else ()
+
     def _run_inputs(self, *inputs: Tensor) -> Any:
+        """A pass with what was found in a loader's batch."""
+        if len(self._names) == len(inputs):
+            return self._run(len(inputs[0]), (), dict(zip(self._names, inputs, strict=True)))
         return self._run(len(inputs[0]), inputs, {})
 
     def sweep_tau(self, loader: Iterable[Any], taus: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> list[TauPoint]:
@@ -598,8 +607,8 @@ class GatedModel(nn.Module):
                 right, total, macs = 0, 0, 0.0
                 with torch.no_grad():
                     for batch in loader:
-                        inputs, labels = labelled(batch)
-                        answers = tensors_in(self(*(tensor.to(device) for tensor in inputs)))[0].argmax(1)
+                        inputs, labels = labelled(batch, self._names)
+                        answers = tensors_in(self._run_inputs(*(each.to(device) for each in inputs)))[0].argmax(1)
                         right += int((answers.to(labels.device) == labels).sum())
                         total += len(answers)
                         macs += self.macs() * len(answers)

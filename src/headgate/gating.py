@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from headgate.errors import HeadgateError, ModelError, NothingToGate, TargetError
 from headgate.gated import GatedModel
 from headgate.gates.budget import Budget, check_budget_, parse_target
 from headgate.gates.dynamic import DynamicGates
+from headgate.gates.folding import check_folding
 from headgate.gates.gumbel import Backward, Relaxation
 from headgate.gates.static import StaticGates
 from headgate.graph.analyse import Settings, StreamForm, analyse, check_model, check_module_names
@@ -68,7 +70,8 @@ def gate(
         reasons = (
             "; ".join(sorted({f"{reason}" for reason in graph.frozen.values()})[:3]) or "it has no layer with channels"
         )
-        raise NothingToGate(f"no channel of this model can be gated: {reasons}. `headgate inspect` shows every layer")
+        hint = f"{_parametrized(model)} `headgate inspect` shows every layer"
+        raise NothingToGate(f"no channel of this model can be gated: {reasons}.{hint}")
     share = parse_target(target, graph.dense_macs)
     check_budget_(budget, share, graph.dense_macs)
     sites = find_sites(graph, static) if kind == "dynamic" else ()
@@ -84,6 +87,8 @@ def gate(
     )  # fmt: skip
     gated.frozen_names = tuple(settings.frozen)
     gated.static_names = tuple(static)
+    if sites:
+        check_folding(gated.model, sites, example_input)
     gated.train()
     graph.book.modules = dict(gated.model.named_modules())  # the copy's: the user's model is not kept alive
     floor = gated.cost.decided_macs(least_decisions(graph, np.full(graph.gate_count, 0.5)))
@@ -91,9 +96,20 @@ def gate(
         raise TargetError(
             f"target {share:.3g} can't be reached: with all gates closed that may close, "
             f"{floor / graph.dense_macs:.3f} of the MACs are left "
-            f"({graph.gateable_fraction:.0%} are in layers with gates). Choose a higher target, or freeze less"
+            f"({graph.gateable_fraction:.0%} are in layers with gates{_own_share(dynamic, graph.dense_macs)}). "
+            f"Choose a higher target{', or freeze less' if frozen else ''}; `headgate inspect` shows what is frozen"
         )
     return gated
+
+
+def _parametrized(model: nn.Module) -> str:
+    """A hint, where weights are computed from others: weight norm, spectral norm and the like."""
+    for name, module in model.named_modules():
+        if is_parametrized(module):
+            return f" `{name}` has a parametrization, whose weights are computed: remove_parametrizations(…) first."
+        if hasattr(module, "weight_g") and hasattr(module, "weight_v"):
+            return f" `{name}` has the old weight norm, whose weights are computed: remove_weight_norm(…) first."
+    return ""
 
 
 def inspect(
@@ -106,6 +122,10 @@ def inspect(
 ) -> ChannelGraph:
     """What channels a model has, what they cost, what can be gated, and why the rest can't."""
     return analyse(model, example_input, _settings(granularity, frozen, stream))
+
+
+def _own_share(dynamic: DynamicGates | None, dense_macs: int) -> str:
+    return "" if dynamic is None else f"; the gates' own networks need {dynamic.macs / dense_macs:.3f}"
 
 
 def _settings(granularity: Granularity, frozen: Sequence[str], stream: StreamForm) -> Settings:

@@ -15,8 +15,8 @@ from headgate.gates.budget import Budget
 from headgate.gates.dynamic import GateNetwork
 from headgate.graph.sites import Site, find_sites
 from headgate.models import cifar_resnet20
-from tests.networks import NETWORKS, example, residual
-from tests.oracle import difference, randn, randomize_
+from tests.networks import NETWORKS, conv, example, residual
+from tests.oracle import Net, difference, randn, randomize_
 
 
 def two_blocks() -> nn.Module:
@@ -270,3 +270,34 @@ def test_a_sweep_over_tau_averages_over_all_batches() -> None:
     assert [row.macs for row in rows] == sorted((row.macs for row in rows), reverse=True)
     gated.eval().strategy("threshold", tau=0.5)
     assert rows[1].macs == pytest.approx(gated._mean_macs([(x,) for x, _ in data]))
+
+
+def test_closed_channels_do_not_reach_a_decision_before_a_depthwise_layer() -> None:
+    def forward(n: Net, x: Tensor) -> Tensor:
+        y = n.stem(x).relu()
+        return n.fc(torch.cat([n.p(n.depthwise(y)).relu(), n.q(y).relu()], 1).mean((2, 3)))
+
+    net = Net(
+        forward, stem=conv(3, 8), depthwise=nn.Conv2d(8, 8, 3, padding=1, groups=8), p=nn.Conv2d(8, 8, 1),
+        q=nn.Conv2d(8, 8, 1), fc=nn.Linear(16, 5),
+    )  # fmt: skip
+    x = randn(8, 3, 8, 8)
+    gated = opinionated_(headgate.gate(randomize_(net), x, kind="dynamic", target=0.5))
+    with torch.no_grad():
+        gated.gates.logits.copy_(torch.tensor([4.0, -4.0] * 4))  # the stem's
+        before = gated.eval()(x)
+        assert difference(before, gated.compact()(x)) < 1e-5
+        gated.model.stem.bias[1::2] += 5
+        assert torch.equal(gated(x), before)
+
+
+def test_two_batches_in_one_are_refused() -> None:
+    def forward(n: Net, a: Tensor, b: Tensor) -> Tensor:
+        first, second = n.two(n.one(torch.cat([a, b])).relu()).mean((2, 3)).chunk(2)
+        return n.fc((first - second).abs())
+
+    net = Net(forward, one=conv(3, 8), two=conv(8, 8), fc=nn.Linear(8, 2))
+    pair = randn(2, 3, 8, 8), randn(2, 3, 8, 8)
+    with pytest.raises(ModelError, match="do not lie side by side"):
+        headgate.gate(net, pair, kind="dynamic")
+    headgate.gate(net, pair, kind="static")

@@ -76,3 +76,34 @@ def test_macs_of_a_torchvision_model_are_those_of_the_flop_counter(name: str, mo
     size = 299 if name == "inception_v3" else 224
     x = torch.empty(1, 3, size, size, device="meta")
     assert headgate.count_macs(model, x) == independent_macs(model, x) > 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gru = nn.Conv1d(3, 16, 3, padding=1), nn.GRU(16, 12, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(self.conv(x).transpose(1, 2))[0][:, -1]
+
+
+class Queries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.one, self.two = nn.Parameter(torch.ones(5, 16)), nn.Linear(16, 32), nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(self.queries.expand(x.shape[0], -1, -1)) @ self.two(x).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "macs"),
+    [
+        (Recurrent(), (3, 10), 3 * 16 * 3 * 10 + 10 * 3 * 12 * 28),
+        (Queries(), (9, 16), 5 * 16 * 32 + 9 * 16 * 32 + 5 * 9 * 32),
+    ],
+)
+def test_what_is_made_for_every_image_but_not_of_it_counts_once(
+    model: nn.Module, shape: tuple[int, ...], macs: int
+) -> None:  # fmt: skip
+    assert headgate.count_macs(model, torch.zeros(2, *shape)) == macs

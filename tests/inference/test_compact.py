@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,8 @@ from headgate.inference.export import export_onnx
 from headgate.inference.kernel.prepared import Conv
 from headgate.models import cifar_resnet20
 from tests.gates.test_dynamic import opinionated_, sites_of, two_blocks
-from tests.networks import NETWORKS, example
-from tests.oracle import difference, randn, randomize_
+from tests.networks import NETWORKS, conv, example
+from tests.oracle import Net, difference, randn, randomize_
 
 NOT_EXPORTED: set[str] = set()
 CLOSE = 2e-5
@@ -305,3 +306,64 @@ def test_gates_look_at_what_a_layer_is_given_not_at_what_it_makes_of_it_by_paddi
     _, gates_BG = fast.watched(x)
     gated(x)
     assert torch.equal(gates_BG, gated.seen().gates_BG) and "pad" not in padded.args[0].name
+
+
+def flattened() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(inplace=True), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(inplace=True), nn.Flatten(),
+        nn.Linear(64, 32), nn.ReLU(inplace=True), nn.Linear(32, 5),
+    )  # fmt: skip
+
+
+def chunked() -> nn.Module:
+    def forward(n: Net, x: torch.Tensor) -> torch.Tensor:
+        a, b = n.stem(x).chunk(2, 1)
+        return n.head(n.out(torch.cat([a, b + n.two(n.one(b).relu())], 1)).mean((2, 3)))
+
+    return Net(
+        forward, stem=nn.Sequential(conv(3, 16), nn.ReLU(inplace=True)), one=conv(8, 8), two=conv(8, 8),
+        out=conv(16, 16), head=nn.Linear(16, 5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [flattened, chunked])
+def test_views_behind_operators_that_work_in_place(make: Callable[[], nn.Module]) -> None:
+    """torch.export makes them anew inside the layer that reads them."""
+    x = randn(6, 3, 8, 8) * torch.rand(6, 3, 1, 1, generator=torch.Generator().manual_seed(0)) * 3
+    gated = opinionated_(headgate.gate(randomize_(make()), x, kind="dynamic", target=0.6)).calibrate([x], batches=1)
+    assert difference(gated.eval()(x), gated.compact()(x)) < 1e-5
+
+
+def test_masks_from_several_places_are_exported(tmp_path: Path) -> None:
+    def forward(n: Net, x: torch.Tensor) -> torch.Tensor:
+        a = n.a(x).relu()
+        return n.o(n.c(torch.cat([a, n.b(a).relu()], 1)).relu())
+
+    net = Net(forward, a=conv(3, 8), b=conv(8, 8), c=conv(16, 8), o=nn.Conv2d(8, 4, 1))
+    x = randn(4, 3, 8, 8)
+    gated = opinionated_(headgate.gate(randomize_(net), x, kind="dynamic", target=0.6)).calibrate([x], batches=1)
+    assert export_onnx(gated.compact().in_plain_operators(), x, tmp_path / "n.onnx") < 1e-5
+
+
+def test_a_compact_network_is_not_traced_and_checks_what_it_is_given() -> None:
+    x = randn(4, 3, 8, 8)
+    fast = opinionated_(headgate.gate(randomize_(flattened()), x, kind="dynamic", target=0.6)).eval().compact()
+    for refused in (headgate.count_macs, headgate.gate):
+        with pytest.raises(headgate.ModelError, match="can't be traced"):
+            refused(fast, x)
+    site = next(module for module in fast.modules() if isinstance(module, GateSite))
+    with pytest.raises(HeadgateError, match="looks at 8 channels"):
+        site(randn(2, 5, 4, 4))
+
+
+def test_frames_in_the_batch_are_refused() -> None:
+    def forward(n: Net, x: torch.Tensor) -> torch.Tensor:
+        y = n.b(n.a(x.flatten(0, 1)).relu()).relu().mean((2, 3))
+        return n.fc(y.view(*x.shape[:2], -1).mean(1))
+
+    clips = randn(2, 3, 3, 8, 8)
+    gated = headgate.gate(Net(forward, a=conv(3, 8), b=conv(8, 8), fc=nn.Linear(8, 5)), clips, kind="dynamic")
+    with pytest.raises(HeadgateError, match="folded with something else"):
+        gated.eval().compact()
+    with pytest.raises(headgate.ModelError, match="folded with something else"):
+        headgate.add_exits(gated.model, clips, at=["a"], target=0.9)

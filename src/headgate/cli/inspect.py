@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from headgate.cli.common import console, friendly_errors, print_json
-from headgate.errors import HeadgateError
+from headgate.errors import HeadgateError, TraceError
 from headgate.gating import inspect as inspect_model
 from headgate.graph.grouping import ChannelGraph, granularity_named
 from headgate.graph.table import as_json, layer_rows
 from headgate.models.names import load_named
 
 
-def _shape(text: str | None) -> tuple[int, ...] | None:
+def _shapes(text: str | None) -> list[tuple[int, ...] | None]:
+    """What a text may mean: one input without its batch, or, if it begins with 1, with it."""
     if text is None:
-        return None
+        return [None]
     parts = text.replace("x", ",").split(",")
     if not all(part.strip().isdigit() for part in parts):
         raise HeadgateError(f"--input {text!r} is no shape: write sizes such as 3,224,224 (or 1,3,224,224)")
     sizes = tuple(int(part) for part in parts)
-    return sizes if len(sizes) != 3 else (1, *sizes)
+    alone, in_batch = (1, *sizes), sizes
+    if sizes[0] != 1 or len(sizes) < 3:
+        return [alone]
+    return [in_batch, alone] if len(sizes) > 3 else [alone, in_batch]
+
+
+def _inspected(model: str, shapes: list[tuple[int, ...] | None], options: dict[str, Any]) -> ChannelGraph:
+    for place, shape in enumerate(shapes):
+        named = load_named(model, shape)
+        try:
+            return inspect_model(named.model.eval(), named.example_input, **options)
+        except TraceError:
+            if place == len(shapes) - 1:
+                raise
+    raise AssertionError
 
 
 def inspect(
     model: Annotated[
         str, typer.Argument(help="torchvision:resnet50, timm:regnetx_002, headgate:cifar_resnet56, or path.py:function")
     ],
-    input: Annotated[str | None, typer.Option(help="Shape of the input, e.g. 3,224,224.")] = None,
+    input: Annotated[str | None, typer.Option(help="Shape of one input: 3,224,224, or 1,16000 for sound.")] = None,
     granularity: Annotated[str, typer.Option(help="channel, layer, or channels a gate.")] = "channel",
     stream: Annotated[
         str, typer.Option(help="shared: gates tied along a stream; indexed: masks of their own.")
@@ -39,14 +54,10 @@ def inspect(
 ) -> None:
     """Show every layer: shape, MACs, share, the gates behind it, and why it has none."""
     with friendly_errors():
-        named = load_named(model, _shape(input))
-        graph = inspect_model(
-            named.model.eval(),
-            named.example_input,
-            granularity=granularity_named(granularity),
-            frozen=tuple(frozen or ()),
-            stream=stream,  # type: ignore[arg-type]
-        )
+        options = {
+            "granularity": granularity_named(granularity), "frozen": tuple(frozen or ()), "stream": stream,
+        }  # fmt: skip
+        graph = _inspected(model, _shapes(input), options)
     if as_json_text:
         print_json(as_json(graph, model))
     else:

@@ -115,6 +115,8 @@ def _span(recorded: Trace, name: str) -> ModuleSpan:
         raise ModelError(f"`{name}` can't be an exit: it runs {len(spans)} times, or does not give one tensor")
     if len(spans[0].outputs[0].shape) != 4:
         raise ModelError(f"`{name}` can't be an exit: it gives {spans[0].outputs[0].shape}, no batch of images")
+    if spans[0].outputs[0].shape[0] != recorded.batch_size:
+        raise ModelError(f"`{name}` can't be an exit: images are folded with something else there (frames, windows)")
     return spans[0]
 
 

@@ -76,8 +76,9 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name in ("weight", "integral_rate", "ramp_steps"):
-            if not getattr(self, name) >= 0:
-                raise HeadgateError(f"Budget.{name}={getattr(self, name)}: it can't be negative")
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and value >= 0):
+                raise HeadgateError(f"Budget.{name}={value!r}: it must be a number, and can't be negative")
 
     @property
     def target_now(self) -> float:
@@ -122,6 +123,8 @@ def check_budget_(budget: Budget | None, share: float, dense_macs: int) -> None:
     """A budget must have the model's target; one that is given in MACs becomes a share."""
     if budget is None:
         return
+    if not isinstance(budget, Budget):
+        raise HeadgateError(f"budget={budget!r}: pass headgate.Budget(target, ramp_steps=…), or leave it out")
     if isinstance(budget.target, str):
         budget.target = parse_target(budget.target, dense_macs)
     if budget.target != share:

@@ -21,6 +21,7 @@ from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Decisions, Reader
 from headgate.graph.relayout import dense_name
 from headgate.graph.sites import Site
 
+NO_BACKWARD = -1
 SMALLEST_IMAGE = 256
 """Pixels from which the quicker product with a mask pays."""
 
@@ -40,6 +41,8 @@ class Draw:
         self._joined: Tensor | None = None
         self._alive_BN: Tensor | None = None
         self._all_alive: tuple[bool, ...] | None = None
+        self.blind: set[int] = set()
+        """Hooks that used gates while gradients were switched off."""
 
     def fill_(self, group: Group, gates_BN: Tensor, probabilities_BN: Tensor | None = None) -> None:
         """The gates of a group of masks, side by side."""
@@ -155,6 +158,18 @@ class Board:
         self.draw: Draw | None = None
         self.decide: Callable[[int, Tensor, Draw], None] | None = None
         """Fills in what a site decides, by the site's number, from the tensor there."""
+        self.kept: Draw | None = None
+        """That of the last pass with gradients: what its backward pass computes again must find the same gates."""
+
+    def __getstate__(self) -> dict[str, None]:
+        """A copy's passes are its own."""
+        return dict.fromkeys(("draw", "decide", "kept"))
+
+    def now(self) -> Draw | None:
+        """The draw of the pass under way, or of the one whose parts are computed again (gradient checkpoints)."""
+        if self.draw is not None or self.kept is None or torch._C._current_graph_task_id() == NO_BACKWARD:
+            return self.draw
+        return self.kept
 
 
 class GateHook:
@@ -195,8 +210,21 @@ class Channels(GateHook):
 
     def apply(self, x: Tensor) -> Tensor:
         """The tensor, times its channels' gates."""
-        draw = self.board.draw
-        return x if draw is None else times(x, spread(self.mask_BC(draw), x, self.axis, self.batch_axis))
+        draw = self.board.now()
+        if draw is None:
+            return x
+        mask_BC = self.mask_BC(draw)
+        self._look_out(draw, mask_BC)
+        return times(x, spread(mask_BC, x, self.axis, self.batch_axis))
+
+    def _look_out(self, draw: Draw, mask_BC: Tensor) -> None:
+        """Gates that were used without gradients and are now used again with some would get wrong ones."""
+        if mask_BC.requires_grad and not torch.is_grad_enabled():
+            draw.blind.add(id(self))
+        elif self.board.draw is None and id(self) in draw.blind:
+            raise HeadgateError(
+                "checkpoint(use_reentrant=True) does not see that gates have gradients: use use_reentrant=False"
+            )
 
 
 def spread(mask_BC: Tensor, x: Tensor, axis: int | None, batch_axis: int = 0) -> Tensor:
@@ -245,7 +273,7 @@ class MaskInput(Channels):
     """Before a layer: closed channels arrive as zeros."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        return None if self.board.draw is None else (self.apply(args[0]), *args[1:])
+        return None if self.board.now() is None else (self.apply(args[0]), *args[1:])
 
 
 class MaskOutput(Channels):
@@ -266,7 +294,7 @@ class MaskBranch(GateHook):
         """The branch's own mask of one gate, if it has one."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        draw = self.board.draw
+        draw = self.board.now()
         if draw is None:
             return output
         alive = draw.living(self.number) if self.mask is None else draw.part(self.mask)
@@ -281,8 +309,9 @@ class Decide(GateHook):
         self.number = number
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.board.draw is not None and self.board.decide is not None:
-            self.board.decide(self.number, args[0], self.board.draw)
+        draw = self.board.now()
+        if draw is not None and self.board.decide is not None:
+            self.board.decide(self.number, args[0], draw)
 
 
 def attach(

@@ -73,8 +73,8 @@ class DynamicGates(nn.Module):
 
     def __init__(self, graph: ChannelGraph, sites: Sequence[Site], initial_probability: float = 0.95) -> None:
         super().__init__()
-        if not 0 < initial_probability < 1:
-            raise HeadgateError(f"initial_probability={initial_probability}: it must be between 0 and 1, e.g. 0.95")
+        if not (isinstance(initial_probability, (int, float)) and 0 < initial_probability < 1):
+            raise HeadgateError(f"initial_probability={initial_probability!r}: it must be between 0 and 1, e.g. 0.95")
         self.sites = tuple(sites)
         self.gradient_scale = 1.0
         self.networks = nn.ModuleList(

@@ -7,7 +7,7 @@ through, it tells which gates to close first. Knows classifiers, gradients and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ TINY = 1e-12
 
 
 def worth(
-    model: nn.Module, ledger: Ledger, board: Board, batches: Iterable[tuple[tuple[Tensor, ...], Tensor]]
+    model: nn.Module, ledger: Ledger, board: Board, batches: Iterable[tuple[tuple[Tensor, ...], Tensor]],
+    names: Sequence[str] = (),
 ) -> Tensor:  # fmt: skip
     """The mean square, over batches of (inputs, labels), of the loss's gradient with respect to each gate, all open."""
     device = next(model.parameters()).device
@@ -31,7 +32,9 @@ def worth(
             images = len(labels)
             gates_BG = torch.ones(images, ledger.count, device=device, requires_grad=True)
             board.draw = ledger.draw(gates_BG)
-            scores = tensors_in(model(*(tensor.to(device) for tensor in inputs)))[0].float()
+            moved = [tensor.to(device) for tensor in inputs]
+            answer = model(**dict(zip(names, moved, strict=True))) if len(names) == len(moved) else model(*moved)
+            scores = tensors_in(answer)[0].float()
             loss = nn.functional.cross_entropy(scores, labels.to(device), reduction="sum")
             (gradient_BG,) = torch.autograd.grad(loss, gates_BG)
             total += gradient_BG.double().square().sum(0).cpu()

@@ -26,8 +26,8 @@ class StaticGates(nn.Module):
         self, count: int, initial_probability: float = 0.95, relaxation: Relaxation = DEFAULT_RELAXATION
     ) -> None:
         super().__init__()
-        if not 0 < initial_probability < 1:
-            raise HeadgateError(f"initial_probability={initial_probability}: it must be between 0 and 1, e.g. 0.95")
+        if not (isinstance(initial_probability, (int, float)) and 0 < initial_probability < 1):
+            raise HeadgateError(f"initial_probability={initial_probability!r}: it must be between 0 and 1, e.g. 0.95")
         self.relaxation = relaxation
         self.gradient_scale = 1.0
         logit = math.log(initial_probability / (1 - initial_probability))

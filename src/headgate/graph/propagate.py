@@ -20,7 +20,7 @@ from headgate.graph.labels import NO_CHANNEL, Labels, along
 from headgate.graph.layer_rules import Index, LayerBook, Usage, rule_for
 from headgate.graph.op_rules import OP_MACS, OP_RULES, MaybeLabels, unknown
 from headgate.graph.relayout import Relayout, dense_name
-from headgate.graph.trace import Call, Trace, Value
+from headgate.graph.trace import PROBE_IMAGES, Call, Trace, Value
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,13 @@ class Book(LayerBook):
         return None
 
     def repeats(self, call: Call) -> int:
-        """What is computed once for a whole batch is dear for a batch of one: it counts in full for every image."""
-        return 1 if any(value.from_input for value in call.inputs) else self.trace.batch_size
+        """What is computed once for a whole batch is dear for a batch of one: it counts in full for every image.
+
+        What does not come from the images may still be computed for each of them (a recurrent layer's first state).
+        """
+        images = self.trace.batch_size
+        for_each = images >= PROBE_IMAGES and any(size % images == 0 for made in call.outputs for size in made.shape)
+        return 1 if for_each or any(value.from_input for value in call.inputs) else images
 
     def batch_axis(self, value: Value) -> int:
         """The first dimension that is a multiple of the number of images; 0 if there is none."""

@@ -8,14 +8,14 @@ site: their gates stay static. Knows nothing of gates' networks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headgate.graph.branches import find_branches
-from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Mask
+from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Mask, gates_of
 from headgate.graph.layer_rules import Usage
 
 
@@ -30,6 +30,8 @@ class Site:
     masks: tuple[int, ...]
     reads: NDArray[np.int64] | None = None
     """The gate of each channel there, as far as it is decided elsewhere; None where there are no such gates."""
+    folded: bool = False
+    """Whether the batch there holds more rows than images: frames, windows, pairs."""
 
 
 def find_sites(graph: ChannelGraph, static: Sequence[str] = ()) -> tuple[Site, ...]:
@@ -43,8 +45,11 @@ def find_sites(graph: ChannelGraph, static: Sequence[str] = ()) -> tuple[Site, .
         if value is not None:
             masks_at.setdefault(value, []).append(number)
     sites = [(search.first_reader[value], tuple(masks)) for value, masks in masks_at.items()]
+    sites.sort(key=lambda site: search.called_at[site[0].layer])
+    place_of = {mask: place for place, (_, masks) in enumerate(sites) for mask in masks}
     return tuple(
-        search.site(usage, masks) for usage, masks in sorted(sites, key=lambda site: search.called_at[site[0].layer])
+        search.site(usage, masks, {mask for mask, of in place_of.items() if of >= place})
+        for place, (usage, masks) in enumerate(sites)
     )
 
 
@@ -109,18 +114,23 @@ class _Search:
                 return min(inside, key=self.called_at.__getitem__)
         return layer
 
-    def site(self, usage: Usage, masks: tuple[int, ...]) -> Site:
+    def site(self, usage: Usage, masks: tuple[int, ...], undecided: Collection[int]) -> Site:
         """What a layer reads, as a site of some masks."""
-        reads = self.reads(usage.layer, masks)
-        return Site(usage.layer, usage.in_axis, usage.batch_axis, self.channels(usage), masks, reads)
+        reads = self.reads(usage, undecided)
+        rows = self.value_read[usage.layer].shape[usage.batch_axis]
+        folded = rows != self.trace.batch_size
+        return Site(usage.layer, usage.in_axis, usage.batch_axis, self.channels(usage), masks, reads, folded)
 
-    def reads(self, layer: str, own: Sequence[int]) -> NDArray[np.int64] | None:
-        """The gates on what a layer reads, without those of the masks that are decided there."""
-        reader = next((reader for reader in self.graph.readers if reader.layer == layer), None)
-        if reader is None:
+    def reads(self, usage: Usage, undecided: Collection[int]) -> NDArray[np.int64] | None:
+        """The gates on what a layer reads, without those of masks that are decided there or later.
+
+        A depthwise layer masks nothing itself, but its channels have gates all the same.
+        """
+        reader = next((reader for reader in self.graph.readers if reader.layer == usage.layer), None)
+        gates = gates_of(usage.reads, self.graph.atom_gate) if reader is None else reader.gates.copy()
+        if gates is None:
             return None
-        gates = reader.gates.copy()
-        for number in own:
+        for number in undecided:
             mask = self.graph.masks[number]
             gates[(gates >= mask.first) & (gates < mask.gates.stop)] = ALWAYS_OPEN
         return gates if (gates != ALWAYS_OPEN).any() else None

@@ -15,7 +15,7 @@ import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -143,12 +143,18 @@ def as_arguments(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors of a nest of tuples, lists, dicts and named tuples, in order."""
+    """All tensors of a nest of tuples, lists, dicts, named tuples and dataclasses, in order."""
     if isinstance(tree, Tensor):
         return [tree]
     if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
         return list(tree)
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, each.name) for each in fields(leaf)])
+    return found
 
 
 def batch_size_of(example_input: Any) -> int:
@@ -204,6 +210,7 @@ class Layers:
 
 def trace(model: nn.Module, example_input: Any, layers: Layers, *, training: bool = False) -> Trace:
     """Record the forward pass of `model`, which is not changed: on the meta device, or where that fails, for real."""
+    _check_traceable(model)
     try:
         return _record(model, example_input, layers, training, on_meta=True)
     except ModelError:
@@ -217,13 +224,30 @@ def trace(model: nn.Module, example_input: Any, layers: Layers, *, training: boo
             raise _rejected(error, example_input) from meta_error
 
 
+def _check_traceable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"`{name}` is TorchScript, whose code can't be followed: pass the Python module it was made from"
+                if name
+                else "the model is TorchScript, whose code can't be followed: pass the Python module it was made from"
+            )
+        if reason := getattr(type(module), "not_traced_because", None):
+            raise ModelError(f"the model can't be traced, {reason}")
+
+
 def _record(model: nn.Module, example_input: Any, layers: Layers, training: bool, on_meta: bool) -> Trace:
     given = batch_size_of(example_input)
     crash: Exception | None = None
     for batch_size in (PROBE_IMAGES, given) if on_meta else (given,):
         twin = stripped_copy(model, to_meta=on_meta).train(training)
-        recorder, _ = run_recorded(twin, example_input, layers, batch_size, on_meta)
+        recorder, answer = run_recorded(twin, example_input, layers, batch_size, on_meta)
         if recorder.crash is None:
+            if not recorder.trace.outputs:
+                raise TraceError(
+                    f"the model returns a {type(answer).__name__} in which no tensor is found: return a tensor, or a "
+                    "tuple, dict or dataclass of tensors"
+                )
             return recorder.trace
         crash = recorder.crash
     assert crash is not None

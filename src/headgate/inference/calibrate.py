@@ -8,7 +8,7 @@ will be used and averages BatchNorm's statistics anew; no weight changes. Knows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,9 +144,11 @@ def rounded(
     return result
 
 
-def inputs_of(batch: Any) -> tuple[Any, ...]:
+def inputs_of(batch: Any, names: Sequence[str] = ()) -> tuple[Any, ...]:
     """The model's arguments in a loader's batch: a tensor, or (images, labels), or {"image": …}; where the model takes
-    several, ((first, second), labels)."""
+    several, ((first, second), labels), or if it takes them by these names, {"first": …, "second": …}."""
+    if names and isinstance(batch, dict) and all(name in batch for name in names):
+        return tuple(batch[name] for name in names)
     if isinstance(batch, Tensor):
         return (batch,)
     if isinstance(batch, (tuple, list)) and batch:
@@ -164,7 +166,7 @@ def inputs_of(batch: Any) -> tuple[Any, ...]:
     )
 
 
-def labelled(batch: Any) -> tuple[tuple[Any, ...], Tensor]:
+def labelled(batch: Any, names: Sequence[str] = ()) -> tuple[tuple[Any, ...], Tensor]:
     """The model's arguments and the labels in a loader's batch: (images, labels), or {"image": …, "label": …}."""
     labels = None
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -173,17 +175,28 @@ def labelled(batch: Any) -> tuple[tuple[Any, ...], Tensor]:
         labels = next((batch[key] for key in ("label", "labels", "target", "targets", "y") if key in batch), None)
     if not isinstance(labels, Tensor):
         raise HeadgateError("accuracy is judged by labels: give a loader of (images, labels)")
-    return inputs_of(batch), labels
+    return inputs_of(batch, names), labels
 
 
-def endless(loader: Iterable[Any], batches: int) -> Iterator[tuple[Any, ...]]:
+def _check_finite(inputs: tuple[Any, ...], number: int) -> None:
+    """One NaN would be in all statistics."""
+    for tensor in inputs:
+        if isinstance(tensor, Tensor) and not tensor.numel():
+            raise HeadgateError(f"batch {number} of the loader is empty: leave it out")
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise HeadgateError(f"batch {number} of the loader holds NaN or infinity: mend the data, or leave it out")
+
+
+def endless(loader: Iterable[Any], batches: int, names: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
     """`batches` batches of inputs, from the start again where the loader is shorter."""
     given = 0
     while given < batches:
         before = given
         for batch in loader:
-            yield inputs_of(batch)
+            inputs = inputs_of(batch, names)
             given += 1
+            _check_finite(inputs, given)
+            yield inputs
             if given == batches:
                 return
         if given == before:
@@ -192,13 +205,15 @@ def endless(loader: Iterable[Any], batches: int) -> Iterator[tuple[Any, ...]]:
             raise HeadgateError("the loader is empty: calibrate needs at least one batch")
 
 
-def reestimate_batchnorm(model: nn.Module, run: Callable[..., Any], loader: Iterable[Any], batches: int = 200) -> int:
+def reestimate_batchnorm(
+    model: nn.Module, run: Callable[..., Any], loader: Iterable[Any], batches: int = 200, names: Sequence[str] = ()
+) -> int:  # fmt: skip
     """Average BatchNorm's statistics anew over `batches` batches passed to `run`; returns how many norms changed."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     if batches < 1:
         raise HeadgateError(f"batches={batches}: BatchNorm needs at least one batch")
     if not norms:
-        next(endless(loader, 1))
+        next(endless(loader, 1, names))
         return 0
     momenta = [norm.momentum for norm in norms]
     statistics = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
@@ -211,7 +226,7 @@ def reestimate_batchnorm(model: nn.Module, run: Callable[..., Any], loader: Iter
             norm.training = True
         device = next(model.parameters()).device
         with torch.no_grad():
-            for inputs in endless(loader, batches):
+            for inputs in endless(loader, batches, names):
                 run(*(tensor.to(device) for tensor in inputs))
     except BaseException:
         for norm, before in zip(norms, statistics, strict=True):

@@ -34,7 +34,7 @@ from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, CostItem, Decisio
 from headgate.graph.plan import make_plan
 from headgate.graph.relayout import dense_name
 from headgate.graph.sites import Site
-from headgate.inference.kernel import native, op, plain  # noqa: F401  (op registers the kernel)
+from headgate.inference.kernel import native, op, plain
 from headgate.inference.kernel.prepared import Conv
 from headgate.inference.shrink import build
 
@@ -137,8 +137,9 @@ class GateSite(nn.Module):
 
         `arriving` is the mask of the channels of `x` that was decided before, where there is one.
         """
-        images = self._by_channel and x.dim() > 2 and x.dtype == torch.float32 and x.numel() > 0
+        images = self._by_channel and x.dim() > 2 and x.dtype == torch.float32 and x.numel() > 0 and x.is_cpu
         if images and not self.plain and not torch.compiler.is_compiling() and native.compiled() is not None:
+            op.check_channels(x, self.trunk_weight)  # type: ignore[arg-type]
             if self._made is None:
                 self._made = native.Gates(*self._tensors(), self.sizes, self.immortal, self.groups)
             return self._made(x.contiguous(), arriving, self.threshold)
@@ -171,7 +172,8 @@ class GateSite(nn.Module):
 
 def join_masks(parts: Sequence[Tensor], index: Tensor) -> Tensor:
     """Channels' gates picked from several masks; the last place stands for channels that are always open."""
-    images = max((part.shape[0] for part in parts), key=lambda size: size != 1)
+    counts: list[Any] = [part.shape[0] for part in parts]  # symbols, where the network is exported
+    images = next((count for count in counts if not (isinstance(count, int) and count == 1)), 1)
     ones = parts[0].new_ones(images, 1)
     return torch.cat([*(part.expand(images, -1) for part in parts), ones], 1).index_select(1, index)
 
@@ -281,10 +283,15 @@ class _Lowering:
                     self.parts[mask] = self.ops.call_function(operator.getitem, (decided, place))
 
     def _arriving_at(self, layer: str, node: fx.Node) -> Any:
-        """What the layer is given: its call may read something that the layer itself has made of it, by padding."""
+        """What the layer is given: its call may read something that the layer itself has made of it, by padding.
+
+        A view that stands inside the layer's own work was made before it: torch.export makes a view anew behind an
+        operator that works in place.
+        """
         inside = set(self.nodes_of[layer])
-        if node.args[0] not in inside:
-            return node.args[0]
+        read: Any = node.args[0]
+        if read not in inside or (node.target in (aten.conv2d.default, aten.linear.default) and _is_view(read)):
+            return read
         given = [each for made in self.nodes_of[layer] for each in made.all_input_nodes if each not in inside]
         return next(each for each in given if each.op != "get_attr")
 
@@ -555,6 +562,12 @@ def _is_layer_call(node: fx.Node) -> bool:
     )
 
 
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node is another form of the same numbers."""
+    made: Any = node.args[0] if node.target is operator.getitem else node
+    return isinstance(made, fx.Node) and bool(getattr(made.target, "is_view", False))
+
+
 _FRESH = {
     torch.ops.headgate.masked_conv2d.default, torch.ops.headgate.max_pool2d.default, aten.relu.default,
     aten.conv2d.default, aten.add.Tensor,
@@ -608,6 +621,8 @@ def _conv_arguments(node: fx.Node) -> tuple[Any, Any, Any, Any, Any, Any, int]:
 
 class CompactModel(nn.Module):
     """A network that evaluates its gates and computes only what is open, image by image. For inference."""
+
+    not_traced_because = "a compact network computes other channels for every image: ask the gated model of it"
 
     def __init__(
         self, program: fx.GraphModule, report: Report, tau: float, folded: bool, fate: NDArray[np.int8]
@@ -794,6 +809,12 @@ def compact(
     fold: bool = True,
 ) -> CompactModel:  # fmt: skip
     """The conditional network in its fast form. `decided` are the gates that are parameters."""
+    for site in dynamic.sites:
+        if site.folded:
+            raise HeadgateError(
+                f"images are folded with something else (frames, windows) before `{site.layer}`, where gates are "
+                "decided: compact() takes images one by one; use the gated model itself"
+            )
     fate = gates_over_all_images(dynamic, graph, decided, tau, fold)
     looking = [mask for site in dynamic.sites for mask in site.masks]
     folded = any((fate[graph.masks[mask].gates] != DEPENDS).any() for mask in looking)
@@ -819,7 +840,8 @@ def _exported(net: nn.Module, example: Tensor) -> fx.GraphModule:
         except Exception as error:
             raise HeadgateError(
                 f"torch.export can't take this network apart ({type(error).__name__}: {str(error).splitlines()[0]}): "
-                "use the gated model itself"
+                "use the gated model itself. (A forward that asks for len(x) fixes the number of images: x.shape[0] "
+                "does not)"
             ) from error
     assert isinstance(program, fx.GraphModule)
     return program

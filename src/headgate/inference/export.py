@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,17 @@ def _only_errors(logger_name: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
+class _OfImages(nn.Module):
+    """A network under a forward of one argument, which the exporter can name whatever the network's own is."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, images: Tensor) -> Any:
+        return self.net(images)
+
+
 def export_onnx(model: nn.Module, example_input: Tensor, path: str | os.PathLike[str]) -> float:
     """Write an ONNX file with a free batch size; returns how far ONNX Runtime is from PyTorch on random images."""
     try:
@@ -49,7 +61,7 @@ def export_onnx(model: nn.Module, example_input: Tensor, path: str | os.PathLike
         warnings.simplefilter("ignore")  # the exporter's own, about its own code
         try:
             program = torch.onnx.export(
-                model,
+                _OfImages(model),
                 (two,),
                 dynamo=True,
                 dynamic_shapes=({0: torch.export.Dim("batch")},),
@@ -59,7 +71,7 @@ def export_onnx(model: nn.Module, example_input: Tensor, path: str | os.PathLike
         except Exception as error:
             raise HeadgateError(
                 f"the network can't be exported to ONNX ({type(error).__name__}: {str(error).splitlines()[0]}): "
-                "an operator in it is unknown there"
+                "torch.onnx.export says more"
             ) from error
         assert program is not None
         try:

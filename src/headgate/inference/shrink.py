@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 from torch.utils._pytree import tree_map
 
-from headgate.errors import ShrinkMismatch
+from headgate.errors import NonFiniteLoss, ShrinkMismatch
 from headgate.gates.cost import dead_branches
 from headgate.gates.draws import detach
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Decisions
@@ -220,6 +220,10 @@ def check_same(
     args, kwargs = as_arguments(random_like(example_input))
     with torch.no_grad():
         expected = tensors_in(gated(*args, **kwargs))
+        if any(tensor.is_floating_point() and bool(tensor.isnan().all()) for tensor in expected if tensor.numel()):
+            raise NonFiniteLoss(
+                "the gated network gives nothing but NaN on random images: weights, or statistics, are not finite"
+            )
         try:
             found = tensors_in(small(*args, **kwargs))
         except Exception as error:

@@ -14,6 +14,7 @@ what to write instead; an exception raised by the user's own file passes through
 data or of the command line.
 """
 
+import copy
 import difflib
 import importlib
 import importlib.util
@@ -127,8 +128,8 @@ def example_input(name: str, input_shape: Sequence[int] | None = None) -> Tensor
 def _make_input(name: str, shape: Sequence[int] | None) -> Tensor:
     if shape is None:
         raise ModelError(
-            f'"{name}" does not say what input it takes: pass input_shape=(1, 3, 32, 32) or whatever it is, '
-            "or set an attribute `input_shape` on the function or in its file"
+            f'"{name}" does not say what input it takes: pass input_shape=(1, 3, 32, 32) or whatever it is '
+            "(on the command line --input 3,32,32), or set an attribute `input_shape` on the function or in its file"
         )
     if len(shape) < 2 or min(shape) < 1:
         raise ModelError(f"input_shape is batch, channels, height, width, such as (1, 3, 32, 32), not {tuple(shape)}")
@@ -221,12 +222,12 @@ def _from_file(name: str, path: Path, function_name: str) -> _Blueprint:
         raise ModelError(
             f'"{name}": {path} has no function "{function_name}"; it defines {", ".join(own) or "nothing"}'
         )
-    if not _takes_no_arguments(function):
+    if not isinstance(function, nn.Module) and not _takes_no_arguments(function):
         raise ModelError(f'"{name}": {function_name}{inspect.signature(function)} must be callable without arguments')
 
     def build_in_its_folder() -> nn.Module:
         with _importing_from(path.parent):
-            return _module(name, function())
+            return copy.deepcopy(function) if isinstance(function, nn.Module) else _module(name, function())
 
     shape = getattr(function, "input_shape", None) or getattr(module, "input_shape", None)
     return _Blueprint(build_in_its_folder, None if shape is None else tuple(shape))

@@ -113,12 +113,19 @@ def _adding_on_cpu(
     )  # fmt: skip
 
 
+def check_channels(x: Tensor, trunk_weight: Tensor) -> None:
+    """Whether a gate network is given as many channels as it looks at."""
+    if x.shape[1] != trunk_weight.shape[1]:
+        raise HeadgateError(f"a gate network that looks at {trunk_weight.shape[1]} channels got {tuple(x.shape)}")
+
+
 @torch.library.impl(_ops, "gate_masks", "CPU")
 def _gates_on_cpu(
     x: Tensor, arriving: Tensor | None, trunk_weight: Tensor, trunk_bias: Tensor, head_weight: Tensor,
     head_bias: Tensor, threshold: float, sizes: list[int], immortal: list[int], groups: list[int],
 ) -> list[Tensor]:  # fmt: skip
     trunk, head = (trunk_weight, trunk_bias), (head_weight, head_bias)
+    check_channels(x, trunk_weight)
     if x.dim() > 2 and x.numel() and _native(x, trunk_weight):
         gates = native.Gates(trunk, head, sizes, immortal, groups)
         return gates(x.contiguous(), _bytes(arriving), threshold)

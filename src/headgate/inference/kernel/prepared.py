@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headgate.errors import HeadgateError
 from headgate.inference.kernel import native, plain
 from headgate.inference.kernel.op import _output_shape
 
@@ -54,7 +55,8 @@ class Conv(nn.Module):
 
     def by_kernel(self, x: Tensor, in_mask: Tensor | None, out_mask: Tensor | None, residual: Tensor | None) -> Tensor:
         """Only what is open."""
-        if x.dtype != torch.float32 or not x.numel() or (residual is not None and not residual.is_contiguous()):
+        fits = x.is_cpu and x.dtype == torch.float32 and x.numel() > 0
+        if not fits or (residual is not None and not residual.is_contiguous()):
             return self._by_operator(x, in_mask, out_mask, residual)
         if not x.is_contiguous():
             x = x.contiguous()
@@ -76,6 +78,8 @@ class Conv(nn.Module):
 
     def _numbers(self, x: Tensor) -> tuple[list[int], Any, int]:
         stride, padding, dilation = self.geometry
+        if x.dim() != 4 or x.shape[1] != self.weight.shape[1]:
+            raise HeadgateError(f"`{self.layer}` takes images of {self.weight.shape[1]} channels, got {tuple(x.shape)}")
         shape = _output_shape(x, self.weight, stride, padding, dilation)
         kept = (ctypes.c_int64 * 15)(*x.shape, *shape[1:], *self.weight.shape[2:], *stride, *padding, *dilation)
         return shape, kept, ctypes.addressof(kept)
