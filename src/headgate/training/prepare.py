@@ -202,7 +202,7 @@ def with_absolute_places(recipe: Recipe) -> Recipe:
 
 def _teacher_named(teacher: str) -> tuple[str, str]:
     """The model and the weights of NAME=weights.safetensors; without a name, the student's model."""
-    named = re.fullmatch(r"((?:\w+:)?[\w.-]*|.*?\.py:\w+)=(.+)", teacher)
+    named = re.fullmatch(r"(.*\.py:\w+|(?:\w+:)?[\w.-]*)=(.+)", teacher)
     return (named[1], named[2]) if named else ("", teacher)
 
 
