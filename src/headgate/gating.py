@@ -60,18 +60,9 @@ def gate(
     if rates is not None and loss != "per_gate":
         raise HeadgateError(f"rates=… are those of loss='per_gate': leave them out with loss={loss!r}")
     settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
-    check_model(model)
-    for module in model.modules():
-        if reason := getattr(type(module), "not_gated_because", None):
-            raise ModelError(f"the model can't be gated, {reason}")
-    check_module_names(_names("static", static), dict(model.named_modules()), "static")
+    _check_model(model, static)
     graph = analyse(model, example_input, settings)
-    if not graph.masks:
-        reasons = (
-            "; ".join(sorted({f"{reason}" for reason in graph.frozen.values()})[:3]) or "it has no layer with channels"
-        )
-        hint = f"{_parametrized(model)} `headgate inspect` shows every layer"
-        raise NothingToGate(f"no channel of this model can be gated: {reasons}.{hint}")
+    _check_masks(graph, model)
     share = parse_target(target, graph.dense_macs)
     check_budget_(budget, share, graph.dense_macs)
     sites = find_sites(graph, static) if kind == "dynamic" else ()
@@ -91,15 +82,40 @@ def gate(
         check_folding(gated.model, sites, example_input)
     gated.train()
     graph.book.modules = dict(gated.model.named_modules())  # the copy's: the user's model is not kept alive
-    floor = gated.cost.decided_macs(least_decisions(graph, np.full(graph.gate_count, 0.5)))
-    if floor > share * graph.dense_macs:
-        raise TargetError(
-            f"target {share:.3g} can't be reached: with all gates closed that may close, "
-            f"{floor / graph.dense_macs:.3f} of the MACs are left "
-            f"({graph.gateable_fraction:.0%} are in layers with gates{_own_share(dynamic, graph.dense_macs)}). "
-            f"Choose a higher target{', or freeze less' if frozen else ''}; `headgate inspect` shows what is frozen"
-        )
+    _check_floor(gated)
     return gated
+
+
+def _check_model(model: nn.Module, static: Sequence[str]) -> None:
+    check_model(model)
+    for module in model.modules():
+        if reason := getattr(type(module), "not_gated_because", None):
+            raise ModelError(f"the model can't be gated, {reason}")
+    check_module_names(_names("static", static), dict(model.named_modules()), "static")
+
+
+def _check_masks(graph: ChannelGraph, model: nn.Module) -> None:
+    if graph.masks:
+        return
+    reasons = "; ".join(sorted({f"{reason}" for reason in graph.frozen.values()})[:3])
+    raise NothingToGate(
+        f"no channel of this model can be gated: {reasons or 'it has no layer with channels'}."
+        f"{_parametrized(model)} `headgate inspect` shows every layer"
+    )
+
+
+def _check_floor(gated: GatedModel) -> None:
+    """Whether the target can be reached at all."""
+    graph, dense = gated.graph, gated.graph.dense_macs
+    floor = gated.cost.decided_macs(least_decisions(graph, np.full(graph.gate_count, 0.5)))
+    if floor <= gated.target * dense:
+        return
+    own = "" if gated.dynamic is None else f"; the gates' own networks need {gated.dynamic.macs / dense:.3f}"
+    raise TargetError(
+        f"target {gated.target:.3g} can't be reached: with all gates closed that may close, {floor / dense:.3f} of the "
+        f"MACs are left ({graph.gateable_fraction:.0%} are in layers with gates{own}). Choose a higher target"
+        f"{', or freeze less' if gated.frozen_names else ''}; `headgate inspect` shows what is frozen"
+    )
 
 
 def _parametrized(model: nn.Module) -> str:
@@ -122,10 +138,6 @@ def inspect(
 ) -> ChannelGraph:
     """What channels a model has, what they cost, what can be gated, and why the rest can't."""
     return analyse(model, example_input, _settings(granularity, frozen, stream))
-
-
-def _own_share(dynamic: DynamicGates | None, dense_macs: int) -> str:
-    return "" if dynamic is None else f"; the gates' own networks need {dynamic.macs / dense_macs:.3f}"
 
 
 def _settings(granularity: Granularity, frozen: Sequence[str], stream: StreamForm) -> Settings:

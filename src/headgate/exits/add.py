@@ -52,13 +52,8 @@ def add_exits(
     model's MACs, or a number such as "60M". With `train_model=False` only classifiers and gates learn, and the last
     exit answers as the model always did. `temperature`, `hard` and `backward` are those of `headgate.gate`.
     """
-    if isinstance(at, str) or not at:
-        raise HeadgateError(f"at={at!r}: pass a list of module names, such as at=['layer1', 'layer2']")
-    if len(set(at)) < len(at):
-        raise HeadgateError(f"at={list(at)!r} names a module twice: name every exit once")
+    _check_options(at, initial_probability)
     make_head, relaxation = head_maker(head), Relaxation(temperature, hard, backward)
-    if not 0 < initial_probability < 1:
-        raise HeadgateError(f"initial_probability={initial_probability}: P(leave) at the start lies between 0 and 1")
     copied = _copied(model)
     if isinstance(copied, GatedModel):
         network, recorded = copied.model, copied.graph.trace
@@ -87,17 +82,31 @@ def add_exits(
         copied, [span.name for span in spans], heads, [gate.to(like.device) for gate in gates], head_macs,
         segments, share, budget, classifier_weight, example_input,
     )  # fmt: skip
-    least = made.least_macs()
-    if least is not None and share * made.dense_macs < least:
-        raise TargetError(
-            f"target {share:.3g} can't be reached: up to `{spans[0].name}`, with its classifier and gate, "
-            f"{least / made.dense_macs:.3f} of the MACs are needed. Choose a higher one, or an earlier first exit"
-        )
+    _check_least(made)
     made.relaxation = relaxation
     made.train_model = train_model
     if not train_model:
         made.model.requires_grad_(False)
     return made.train()
+
+
+def _check_options(at: Sequence[str], initial_probability: float) -> None:
+    if isinstance(at, str) or not at or not all(isinstance(name, str) for name in at):
+        raise HeadgateError(f"at={at!r}: pass a list of module names, such as at=['layer1', 'layer2']")
+    if len(set(at)) < len(at):
+        raise HeadgateError(f"at={list(at)!r} names a module twice: name every exit once")
+    if not (isinstance(initial_probability, (int, float)) and 0 < initial_probability < 1):
+        raise HeadgateError(f"initial_probability={initial_probability!r}: P(leave) at the start lies between 0 and 1")
+
+
+def _check_least(exits: ExitModel) -> None:
+    """Whether the target can be reached at all."""
+    least = exits.least_macs()
+    if least is not None and exits.target * exits.dense_macs < least:
+        raise TargetError(
+            f"target {exits.target:.3g} can't be reached: up to `{exits.names[0]}`, with its classifier and gate, "
+            f"{least / exits.dense_macs:.3f} of the MACs are needed. Choose a higher one, or an earlier first exit"
+        )
 
 
 def _copied(model: nn.Module) -> nn.Module:
