@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,3 +117,11 @@ def weightless() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def same_in_threads(model: nn.Module, batches: list[Tensor]) -> bool:
+    """Whether threads that share a model get what one alone gets."""
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        expected = [model(x) for x in batches]
+        found = list(pool.map(model, batches * 4))
+    return all(torch.equal(a, b) for a, b in zip(found, expected * 4, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from headgate.models.cifar_densenet import CifarDenseNet
 from headgate.models.cifar_resnet import CifarResNet
 from tests.gates.test_dynamic import opinionated_
 from tests.networks import conv
-from tests.oracle import Net, independent_macs, randn, randomize_
+from tests.oracle import Net, independent_macs, randn, randomize_, same_in_threads
 
 SHAPE = (3, 16, 16)
 
@@ -482,11 +481,7 @@ def test_the_published_densenet_has_the_expected_size() -> None:
 
 def test_threads_may_share_a_cascade() -> None:
     exits = cascade().eval()
-    batches = [randn(1 + seed % 5, *SHAPE, seed=seed) * 2 for seed in range(24)]
-    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
-        expected = [exits(x) for x in batches]
-        found = list(pool.map(exits, batches * 4))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected * 4, strict=True))
+    assert same_in_threads(exits, [randn(1 + seed % 5, *SHAPE, seed=seed) * 2 for seed in range(24)])
 
 
 def test_a_cascade_over_gates_can_be_copied_right_after_a_training_step() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from headgate.gates.budget import Budget
 from headgate.models.cifar_resnet import CifarResNet
 from tests.gates.test_dynamic import opinionated_
 from tests.networks import NETWORKS, conv, example, head
-from tests.oracle import Net, decide_, difference, independent_macs, randn, randomize_, same
+from tests.oracle import Net, decide_, difference, independent_macs, randn, randomize_, same, same_in_threads
 
 X = (3, 8, 8)
 
@@ -217,11 +216,7 @@ def test_settled_gates_are_settled_after_loading() -> None:
 
 def test_threads_may_share_a_model_in_eval_mode() -> None:
     gated = opinionated_(gated_resnet(kind="dynamic", stream="indexed")).eval()
-    batches = [randn(1 + seed % 3, *X, seed=seed) * 2 for seed in range(24)]
-    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
-        expected = [gated(x) for x in batches]
-        found = list(pool.map(gated, batches * 4))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected * 4, strict=True))
+    assert same_in_threads(gated, [randn(1 + seed % 3, *X, seed=seed) * 2 for seed in range(24)])
 
 
 def test_an_image_larger_than_the_example_is_computed_alike() -> None:

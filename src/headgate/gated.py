@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from headgate.gates.draws import Board, Channels, Draw, Group, Ledger, attach
 from headgate.gates.dynamic import DynamicGates
 from headgate.gates.gumbel import draw as draw_gates
 from headgate.gates.gumbel import logistic_noise, threshold_logit
+from headgate.gates.passes import Passing
 from headgate.gates.prime import marginal_macs, primed_logits, worth
 from headgate.gates.seen import Seen, seen
 from headgate.gates.static import StaticGates
@@ -68,12 +68,13 @@ class TauPoint:
     accuracy: float
 
 
-class GatedModel(nn.Module):
+class GatedModel(Passing):
     """A network whose channels are multiplied by 0/1 gates: sampled in train mode, decided in eval mode.
 
     Made by `headgate.gate`, in train mode. Call it like the model it was made from.
     """
 
+    of_a_pass = ("_last", "_macs")
     not_gated_because = "it has gates already: gate the model that was gated, `gated.model`, or its shrunk form"
 
     def __init__(
@@ -113,8 +114,6 @@ class GatedModel(nn.Module):
         self._rates = target_rates(graph, target if rates is None else rates)
         self._macs: float | int | None = None
         self._last: Draw | None = None
-        self._pull: tuple[Draw, Tensor] | None = None  # the cost loss, and the pass it is of
-        self._turn = threading.RLock()  # a pass writes on the board: threads take turns
         self._squeezed: tuple[nn.Module, Squeezed] | None = None  # the dense network, and what stands for it
         self._optimizer: Optimizer | None = None  # that trains what stands for it
         self._arriving = tuple(
@@ -314,12 +313,13 @@ class GatedModel(nn.Module):
                     "the cost loss is not finite: a gate's logit became NaN. Lower the learning rate, or clip gradients"
                 )
             return loss
-        share = over_processes(self.cost.macs_B(draw).mean() if self.loss == "macs" else activation_rate(draw))
         if self.training:
-            if self._pull is None or self._pull[0] is not draw:
-                self._pull = (draw, self.budget.loss(share))
-            return self._pull[1]
-        return self.budget.weight * (self.budget.target - share) ** 2
+            return self._pulled(draw, lambda: self._share_of(draw))
+        return self.budget.weight * (self.budget.target - self._share_of(draw)) ** 2
+
+    def _share_of(self, draw: Draw) -> Tensor:
+        """What the loss pulls at: of the MACs, or of the gates, over all processes."""
+        return over_processes(self.cost.macs_B(draw).mean() if self.loss == "macs" else activation_rate(draw))
 
     def activation_rates(self) -> tuple[float, dict[str, Tensor]]:
         """The paper's activation rates of the last batch: of all gates, and of each gate by mask."""
@@ -425,7 +425,7 @@ class GatedModel(nn.Module):
         training = self.training
         try:
             given = (labelled(batch, self._names) for batch in itertools.islice(loader, batches))
-            worth_G = worth(self.eval().model, self._ledger, self._board, given, self._names)
+            worth_G = worth(self.eval().model, self._ledger, self._board, given, self._arguments)
         finally:
             self.train(training)
         logit = math.log(probability / (1 - probability))
@@ -589,11 +589,15 @@ class GatedModel(nn.Module):
         """Of the model's arguments, where the example gave them by name."""
         return tuple(self._example_input) if isinstance(self._example_input, Mapping) else ()
 
+    def _arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """What was found in a loader's batch, as the model takes it."""
+        if len(self._names) == len(inputs):
+            return (), dict(zip(self._names, inputs, strict=True))
+        return tuple(inputs), {}
+
     def _run_inputs(self, *inputs: Tensor) -> Any:
         """A pass with what was found in a loader's batch."""
-        if len(self._names) == len(inputs):
-            return self._run(len(inputs[0]), (), dict(zip(self._names, inputs, strict=True)))
-        return self._run(len(inputs[0]), inputs, {})
+        return self._run(len(inputs[0]), *self._arguments(inputs))
 
     def sweep_tau(self, loader: Iterable[Any], taus: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> list[TauPoint]:
         """Accuracy and MACs over tau, for a loader of (images, labels)."""
@@ -738,15 +742,6 @@ class GatedModel(nn.Module):
             left = np.zeros(self.graph.gate_count, bool)
             left[state["squeezed_to"]] = True
             self._squeeze_to(left)  # before the tensors of its size are loaded
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the last pass: a graph of gradients can be neither copied nor written."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_turn"}
-        return state | {"_last": None, "_pull": None, "_macs": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._turn = threading.RLock()
 
     def _apply(self, fn: Any, recurse: bool = True) -> GatedModel:
         """Move, or change the precision of, the network behind a squeezed one too, and the example that fits them."""

@@ -35,7 +35,7 @@ def test_the_worth_of_a_gate_is_its_mean_squared_gradient() -> None:
     gated.eval()
 
     def worth_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return worth(gated.model, gated._ledger, gated._board, [((x,), y)])
+        return worth(gated.model, gated._ledger, gated._board, [((x,), y)], gated._arguments)
 
     together = worth_of(x, y)
     for image in range(2):  # one image at a time, by the definition

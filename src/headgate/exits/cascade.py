@@ -9,7 +9,6 @@ where none is left. Knows nothing of how a model is traced or where it can be cu
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from headgate.gates.budget import Budget, parse_target
 from headgate.gates.cost import over_processes
 from headgate.gates.dynamic import GateNetwork
 from headgate.gates.gumbel import Relaxation, draw, logistic_noise
+from headgate.gates.passes import Passing
 from headgate.graph.trace import tensors_in
 from headgate.inference.calibrate import labelled
 
@@ -145,10 +145,11 @@ class _Arrival:
         return None if under_way is None else under_way.arrive(self.number, output)
 
 
-class ExitModel(nn.Module):
+class ExitModel(Passing):
     """A model whose images can leave early. Made by `headgate.add_exits`, in train mode; called like the model, it
     gives class scores."""
 
+    of_a_pass = ("_pass", "_logits", "_reach_BK")
     not_gated_because = "it has exits: put gates on the model's channels first, then add_exits to the gated model"
 
     def __init__(
@@ -175,10 +176,8 @@ class ExitModel(nn.Module):
         self.taus = [0.5] * len(heads)
         """An image leaves where its gate's probability is above; with `NOBODY`, an exit is out of use."""
         self._pass: _Watching | _Leaving | None = None
-        self._turn = threading.RLock()  # the pass under way is the model's: threads take turns
-        self._logits: list[Tensor] = []
+        self._logits: list[Tensor] | None = None
         self._reach_BK: Tensor | None = None
-        self._pull: tuple[Tensor, Tensor] | None = None  # the cost loss, and the ways it is of
         self._macs: float | None = None
         modules = dict(self._network().named_modules())
         for number, name in enumerate(names):
@@ -186,15 +185,6 @@ class ExitModel(nn.Module):
 
     def _network(self) -> nn.Module:
         return self.model.model if isinstance(self.model, GatedModel) else self.model
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the last pass: a graph of gradients can be neither copied nor written."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_turn"}
-        return state | {"_pass": None, "_logits": [], "_reach_BK": None, "_pull": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._turn = threading.RLock()
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExitModel:
         """Move, or change the precision of, the model: an example for it is of another type then."""
@@ -349,10 +339,8 @@ class ExitModel(nn.Module):
             raise NotDecided(
                 "cost_loss() is about a forward pass in train mode, and there was none: call the model first"
             )
-        if self._pull is None or self._pull[0] is not self._reach_BK:
-            share = over_processes(self.shares_B(self._reach_BK).mean())
-            self._pull = (self._reach_BK, self.budget.loss(share))
-        return self._pull[1]
+        reach_BK = self._reach_BK
+        return self._pulled(reach_BK, lambda: over_processes(self.shares_B(reach_BK).mean()))
 
     def classifier_loss(self, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """The mean cross-entropy of all exits on all images, times `classifier_weight`: for the pass just done."""

@@ -7,7 +7,8 @@ through, it tells which gates to close first. Knows classifiers, gradients and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ TINY = 1e-12
 
 def worth(
     model: nn.Module, ledger: Ledger, board: Board, batches: Iterable[tuple[tuple[Tensor, ...], Tensor]],
-    names: Sequence[str] = (),
+    as_arguments: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
 ) -> Tensor:  # fmt: skip
     """The mean square, over batches of (inputs, labels), of the loss's gradient with respect to each gate, all open."""
     device = next(model.parameters()).device
@@ -32,9 +33,8 @@ def worth(
             images = len(labels)
             gates_BG = torch.ones(images, ledger.count, device=device, requires_grad=True)
             board.draw = ledger.draw(gates_BG)
-            moved = [tensor.to(device) for tensor in inputs]
-            answer = model(**dict(zip(names, moved, strict=True))) if len(names) == len(moved) else model(*moved)
-            scores = tensors_in(answer)[0].float()
+            args, kwargs = as_arguments([tensor.to(device) for tensor in inputs])
+            scores = tensors_in(model(*args, **kwargs))[0].float()
             loss = nn.functional.cross_entropy(scores, labels.to(device), reduction="sum")
             (gradient_BG,) = torch.autograd.grad(loss, gates_BG)
             total += gradient_BG.double().square().sum(0).cpu()

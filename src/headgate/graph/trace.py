@@ -227,10 +227,9 @@ def trace(model: nn.Module, example_input: Any, layers: Layers, *, training: boo
 def _check_traceable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
+            what = f"`{name}`" if name else "the model"
             raise ModelError(
-                f"`{name}` is TorchScript, whose code can't be followed: pass the Python module it was made from"
-                if name
-                else "the model is TorchScript, whose code can't be followed: pass the Python module it was made from"
+                f"{what} is TorchScript, whose code can't be followed: pass the Python module it was made of"
             )
         if reason := getattr(type(module), "not_traced_because", None):
             raise ModelError(f"the model can't be traced, {reason}")

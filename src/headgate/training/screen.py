@@ -49,7 +49,6 @@ def _fine_percent(value: float) -> str:
 
 SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", _number),
-    "task_loss": ("task", _number),
     "accuracy": ("train", _fine_percent),
     "validation_accuracy": ("validation", _fine_percent),
     "cost": ("cost", _percent),
