@@ -55,6 +55,7 @@ def train(
     recipe: Annotated[str | None, typer.Argument(help="A named recipe: `headgate recipes` lists them.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-TARGET-sSEED).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    tune_on: Annotated[Path | None, typer.Option(help="Tune the network of this finished run, in a new one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure a few steps: how long, how much memory?")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard's files.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Log, but show nothing.")] = False,
@@ -74,15 +75,17 @@ def train(
                 "--resume goes on with a run as it was begun: leave out the recipe, --out, and all fields but "
                 + ", ".join(f"--{name.replace('_', '-')}" for name in PLACES)
             )
+        if tune_on is not None and (recipe or resume is not None or dry_run):
+            raise HeadgateError("--tune-on has the recipe of its run: leave out the recipe, --resume and --dry-run")
         start.use_threads(threads)
-        chosen = None if resume is not None else overridden(recipe_named(recipe) if recipe else Recipe(), changes)
-        folder = resume or out or _default_folder(chosen)
+        chosen = None if resume is not None else _chosen(recipe, tune_on, changes)
+        folder = resume or out or _default_folder(chosen, tune_on)
         if dry_run:
             start.dry_run(folder, chosen, places)
             return
         options = start.Options(tensorboard=tensorboard, quiet=quiet or as_json, checkpoint_seconds=checkpoint_seconds)
         try:
-            result = start.go(folder, chosen, options, places)
+            result = start.go(folder, chosen, options, places, tune_on)
         except start.Interrupted as stop:
             command = shlex.join(["headgate", "train", "--resume", str(folder)])
             typer.echo(f"Stopped; everything up to here is saved. Go on with: {command}", err=True)
@@ -95,7 +98,17 @@ def train(
         print_result(folder, result)
 
 
-def _default_folder(recipe: Recipe | None) -> Path:
+def _chosen(name: str | None, tune_on: Path | None, changes: dict[str, Any]) -> Recipe:
+    if tune_on is not None:
+        from headgate.training.onward import onward
+
+        return onward(tune_on, changes)
+    return overridden(recipe_named(name) if name else Recipe(), changes)
+
+
+def _default_folder(recipe: Recipe | None, tune_on: Path | None) -> Path:
+    if tune_on is not None:
+        return tune_on.with_name(f"{tune_on.name}-on")
     return Path("runs") / (f"{recipe.name}-{recipe.target}-s{recipe.seed}" if recipe is not None else "custom")
 
 

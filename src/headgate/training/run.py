@@ -13,7 +13,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,6 +57,8 @@ NETWORKS = {
 }  # fmt: skip
 """What a folder may hold, by what it is called in results."""
 RECIPE, RESULT = "recipe.json", "result.json"
+BEFORE = "before.json"
+"""The result of the run whose network this one tunes on, if it does."""
 DONE = "done"
 """Where a checkpoint stands when all phases are over."""
 
@@ -248,6 +250,8 @@ class Run:
         }  # fmt: skip
         if table is not None:
             result["exits"] = asdict(table)
+        if (self.folder / BEFORE).exists():
+            result["before"] = json.loads((self.folder / BEFORE).read_text(encoding="utf-8"))
         self.journal.note("end", {key: result[key] for key in ("accuracy", "macs_fraction", "seconds")})
         if self.team.main:
             try:
@@ -348,8 +352,8 @@ def measured(net: nn.Module, split: Split, team: Team, example: Tensor) -> tuple
     return share, count_macs(net.cpu(), example)
 
 
-def create_folder(folder: Path, recipe: Recipe) -> None:
-    """A new run's folder; one that is there already must be empty."""
+def create_folder(folder: Path, recipe: Recipe, fill: Callable[[], None] = lambda: None) -> None:
+    """A new run's folder; one that is there already must be empty. What `fill` puts there comes before its recipe."""
     if folder.exists() and not folder.is_dir():
         raise FileError(f"{folder} is a file: choose another folder with --out")
     if folder.exists() and any(folder.iterdir()):
@@ -361,6 +365,7 @@ def create_folder(folder: Path, recipe: Recipe) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        fill()
         write_text(folder / RECIPE, json.dumps(recipe.to_json(), indent=1) + "\n")
     except OSError as error:
         raise FileError(f"{folder} can't be written ({error}): choose another folder with --out") from error

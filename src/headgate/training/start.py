@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from headgate.errors import FileError
 from headgate.training.forecast import forecast
 from headgate.training.journal import AnyJournal, Journal, SilentJournal
 from headgate.training.loop import Interrupted
+from headgate.training.onward import take_over
 from headgate.training.prepare import check, data_of, with_absolute_places, with_data_in
 from headgate.training.recipe import PHASES, Recipe, overridden
 from headgate.training.run import RESULT, Run, create_folder, is_done, recipe_in
@@ -54,10 +56,12 @@ def go(
     recipe: Recipe | None,
     options: Options = DEFAULTS,
     places: Mapping[str, Any] | None = None,
+    earlier: Path | None = None,
 ) -> dict[str, Any] | None:
     """Carry out a new run (or with no recipe, the one in the folder); its result in the main process.
 
-    `places` are fields that say where things are now, for a run that goes on.
+    `places` are fields that say where things are now, for a run that goes on; `earlier` is the folder of a finished run
+    whose network a new one tunes on.
     """
     going_on = recipe is None
     recipe = _placed(folder, recipe, places or {})
@@ -68,7 +72,7 @@ def go(
     if not going_on:
         check(recipe, data)  # what is wrong shows before there is a folder
         if team.main:
-            create_folder(folder, recipe)
+            create_folder(folder, recipe, partial(take_over, folder, earlier, recipe) if earlier else lambda: None)
     team.wait()
     with only_user(folder) if team.main else nullcontext(), _journal(folder, recipe, data, team, options) as journal:
         result = Run(recipe, folder, team, journal, options.checkpoint_seconds, data).execute()

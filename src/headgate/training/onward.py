@@ -1,0 +1,81 @@
+"""Tune the network of a finished run for more epochs: a new run that begins where another one ended.
+
+Its folder takes over the other's networks, its log up to the decision and the time that was spent, so that all that is
+measured of it counts from the dense network on. Knows nothing of the command line, nor of what happens in a step.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headgate.errors import FileError, HeadgateError
+from headgate.training import checkpoint as checkpoints
+from headgate.training.journal import LOG_NAME, read_log
+from headgate.training.recipe import PLACES, Recipe, overridden
+from headgate.training.run import (
+    BEFORE,
+    CONDITIONAL,
+    DECIDED,
+    DENSE,
+    GATED,
+    RESULT,
+    SMALL,
+    TRAINED,
+    is_done,
+    recipe_in,
+)  # fmt: skip
+
+FIELDS = (
+    "tune_epochs", "tune_lr", "tune_schedule", "step_epochs", "momentum", "weight_decay", "batch_size",
+    "label_smoothing", "distill", "distill_temperature", "teacher", "calibration_batches", "seed", "precision",
+    "compile", *(name for name in PLACES if name != "teacher"),
+)  # fmt: skip
+"""Fields of a recipe that still matter when the gates are decided."""
+
+
+def onward(earlier: Path, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe of a run that tunes on what `earlier` made; images come in another order than there."""
+    recipe = recipe_in(earlier)
+    if not is_done(earlier):
+        raise FileError(f"{earlier} is not finished: go on with it first, by `headgate train --resume {earlier}`")
+    if recipe.exits or not (recipe.gate_epochs and last_network(earlier).exists()):
+        raise HeadgateError(f"{earlier} has no network to tune on: only shrunk and conditional ones can be")
+    given = {name: value for name, value in changes.items() if value is not None}
+    if useless := [name for name in given if name not in FIELDS]:
+        raise HeadgateError(
+            f"--tune-on starts from gates that are decided: leave out --{useless[0].replace('_', '-')}; "
+            f"it looks at {', '.join('--' + name.replace('_', '-') for name in FIELDS)}"
+        )
+    changed = overridden(replace(recipe, seed=recipe.seed + 1), given)
+    if not changed.tune_epochs:
+        raise HeadgateError("--tune-on has nothing to do: give --tune-epochs")
+    return changed
+
+
+def last_network(folder: Path) -> Path:
+    """What a run with gates on channels ends with."""
+    small = folder / SMALL
+    return small if small.exists() else folder / CONDITIONAL
+
+
+def take_over(folder: Path, earlier: Path, recipe: Recipe) -> None:
+    """Fill a new run's folder with what another one left, at the start of its last phase."""
+    result = json.loads((earlier / RESULT).read_text(encoding="utf-8"))
+    kept = [entry for entry in read_log(earlier / LOG_NAME) if entry.get("phase") != "tune" and entry["kind"] != "end"]
+    lines = "".join(json.dumps(entry) + "\n" for entry in kept).encode()
+    try:
+        for name in (DENSE, TRAINED, GATED):
+            shutil.copyfile(earlier / name, folder / name)
+        shutil.copyfile(last_network(earlier), folder / DECIDED)
+        (folder / BEFORE).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (folder / LOG_NAME).write_bytes(lines)
+    except OSError as error:
+        raise FileError(f"{earlier} can't be copied to {folder} ({error}): nothing is lost, begin again") from error
+    checkpoints.write_checkpoint(
+        folder, checkpoints.Checkpoint("tune", 0, recipe.to_json(), result["seconds"], len(lines))
+    )
