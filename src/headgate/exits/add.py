@@ -52,7 +52,7 @@ def add_exits(
     model's MACs, or a number such as "60M". With `train_model=False` only classifiers and gates learn, and the last
     exit answers as the model always did. `temperature`, `hard` and `backward` are those of `headgate.gate`.
     """
-    _check_options(at, initial_probability)
+    _check_places(at)
     make_head, relaxation = head_maker(head), Relaxation(temperature, hard, backward)
     copied = _copied(model)
     if isinstance(copied, GatedModel):
@@ -90,13 +90,11 @@ def add_exits(
     return made.train()
 
 
-def _check_options(at: Sequence[str], initial_probability: float) -> None:
+def _check_places(at: Sequence[str]) -> None:
     if isinstance(at, str) or not at or not all(isinstance(name, str) for name in at):
         raise HeadgateError(f"at={at!r}: pass a list of module names, such as at=['layer1', 'layer2']")
     if len(set(at)) < len(at):
         raise HeadgateError(f"at={list(at)!r} names a module twice: name every exit once")
-    if not (isinstance(initial_probability, (int, float)) and 0 < initial_probability < 1):
-        raise HeadgateError(f"initial_probability={initial_probability!r}: P(leave) at the start lies between 0 and 1")
 
 
 def _check_least(exits: ExitModel) -> None:

@@ -408,7 +408,7 @@ class ExitModel(Passing):
 
     def macs_of(self, watched: Watched, taus: Sequence[float] | None = None) -> Tensor:
         """Multiply-adds of each image, under these thresholds or the model's own."""
-        taus = self.taus if taus is None else taus
+        taus = taus or self.taus
         return self.shares_B(self._ways_of(watched, taus)[0], watched.segments_NK, taus) * self.dense_macs
 
     def layers_of(self, watched: Watched, taus: Sequence[float] | None = None) -> dict[str, float]:
@@ -416,7 +416,7 @@ class ExitModel(Passing):
 
         Where channels have gates too, those of a segment are shared out in proportion to the dense layers.
         """
-        taus = self.taus if taus is None else taus
+        taus = taus or self.taus
         reach, _ = self._ways_of(watched, taus)
         spent = (reach * watched.segments_NK.to(reach)).mean(0) * self.dense_macs
         layers = {
@@ -430,7 +430,7 @@ class ExitModel(Passing):
         return layers
 
     def _ways_of(self, watched: Watched, taus: Sequence[float] | None) -> tuple[Tensor, Tensor]:
-        return _ways((watched.p_NK > torch.tensor(self.taus if taus is None else taus)).double())
+        return _ways((watched.p_NK > torch.tensor(taus or self.taus)).double())
 
     def calibrate(
         self, loader: Iterable[Any], batches: int | None = 200, target: float | str | None = None
@@ -488,7 +488,7 @@ class ExitModel(Passing):
     def table_of(self, watched: Watched, taus: Sequence[float] | None = None) -> ExitTable:
         """The same of images that were watched, under these thresholds or the model's own."""
         right, segments = watched.right_NK, watched.segments_NK
-        taus = self.taus if taus is None else taus
+        taus = taus or self.taus
         _, leave = self._ways_of(watched, taus)
         rows = []
         for number, name in enumerate(self.names):

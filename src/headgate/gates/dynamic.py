@@ -7,14 +7,12 @@ nothing of what the gates do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from headgate.errors import HeadgateError
-from headgate.gates.gumbel import scale_gradient
+from headgate.gates.gumbel import logit_at_first, scale_gradient
 from headgate.graph.grouping import ChannelGraph
 from headgate.graph.sites import Site
 
@@ -34,7 +32,7 @@ class GateNetwork(nn.Module):
         self.norm = nn.BatchNorm1d(HIDDEN)
         self.head = nn.Linear(HIDDEN, count)
         nn.init.normal_(self.head.weight, std=SMALL_WEIGHT)
-        nn.init.constant_(self.head.bias, math.log(initial_probability / (1 - initial_probability)))
+        nn.init.constant_(self.head.bias, logit_at_first(initial_probability))
 
     def forward(self, pooled_BC: Tensor, gradient_scale: float = 1.0) -> Tensor:
         """Logits (B, N). Gradients are scaled by a factor for the head, as static gates' are; the trunk gets their mean
@@ -73,8 +71,6 @@ class DynamicGates(nn.Module):
 
     def __init__(self, graph: ChannelGraph, sites: Sequence[Site], initial_probability: float = 0.95) -> None:
         super().__init__()
-        if not (isinstance(initial_probability, (int, float)) and 0 < initial_probability < 1):
-            raise HeadgateError(f"initial_probability={initial_probability!r}: it must be between 0 and 1, e.g. 0.95")
         self.sites = tuple(sites)
         self.gradient_scale = 1.0
         self.networks = nn.ModuleList(

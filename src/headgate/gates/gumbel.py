@@ -89,3 +89,10 @@ def draw(logits: Tensor, noise: Tensor, relaxation: Relaxation) -> Tensor:
             stand_in = torch.sigmoid(shifted / relaxation.temperature)
         # the bracket is exactly 0 forward, so Z stays exactly 0 or 1
         return (shifted.detach() > 0).float() + (stand_in - stand_in.detach())
+
+
+def logit_at_first(initial_probability: float) -> float:
+    """Where gates that start at this probability begin."""
+    if not (isinstance(initial_probability, (int, float)) and 0 < initial_probability < 1):
+        raise HeadgateError(f"initial_probability={initial_probability!r}: it must be between 0 and 1, e.g. 0.95")
+    return math.log(initial_probability / (1 - initial_probability))

@@ -6,13 +6,10 @@ many gates there are and nothing of what they do.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from headgate.errors import HeadgateError
-from headgate.gates.gumbel import Relaxation, draw, logistic_noise, scale_gradient
+from headgate.gates.gumbel import Relaxation, draw, logistic_noise, logit_at_first, scale_gradient
 
 DEFAULT_RELAXATION = Relaxation()
 CLOSED = -100.0
@@ -26,12 +23,10 @@ class StaticGates(nn.Module):
         self, count: int, initial_probability: float = 0.95, relaxation: Relaxation = DEFAULT_RELAXATION
     ) -> None:
         super().__init__()
-        if not (isinstance(initial_probability, (int, float)) and 0 < initial_probability < 1):
-            raise HeadgateError(f"initial_probability={initial_probability!r}: it must be between 0 and 1, e.g. 0.95")
         self.relaxation = relaxation
         self.gradient_scale = 1.0
-        logit = math.log(initial_probability / (1 - initial_probability))
-        self.logits = nn.Parameter(torch.full((count,), logit, dtype=torch.float32), requires_grad=count > 0)
+        logits = torch.full((count,), logit_at_first(initial_probability), dtype=torch.float32)
+        self.logits = nn.Parameter(logits, requires_grad=count > 0)
 
     def probabilities(self) -> Tensor:
         """P(open) of every gate."""
