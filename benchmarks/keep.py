@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,11 +45,24 @@ def main() -> None:
         "macs": result["macs"][last], "macs_fraction": result["macs_fraction"][last],
         "parameters": result["parameters"][last], "seconds": result["seconds"], "threads": result["threads"],
         "versions": result["versions"], "cpu": result["cpu"], "commit": commit.sha,
-        "recipe": {**recipe, "weights": Path(recipe["weights"]).name if recipe["weights"] else None, "data_dir": None},
+        "recipe": without_folders(recipe), "before": earlier_runs(result, last),
         "answers": [round(value, 5) for value in answers],
     } | ({"exits": result["exits"]} if "exits" in result else {})  # fmt: skip
     write_text(target.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
     print(f"{target.name}: {record['accuracy']:.2%} at {record['macs_fraction']:.2%} of the MACs")
+
+
+def without_folders(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe as others can read it."""
+    return {**recipe, "weights": Path(recipe["weights"]).name if recipe["weights"] else None, "data_dir": None}
+
+
+def earlier_runs(result: dict[str, Any], last: str) -> list[dict[str, Any]]:
+    """The runs that `--tune-on` went on from, the newest first: what they reached, and by which recipe."""
+    found = []
+    while result := result.get("before", {}):
+        found.append({"accuracy": result["accuracy"][last], "recipe": without_folders(result["recipe"])})
+    return found
 
 
 if __name__ == "__main__":
