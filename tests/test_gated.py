@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -335,3 +337,15 @@ def test_arguments_by_name_are_found_in_batches() -> None:
     gated.prime_(labelled, 1).calibrate(labelled, batches=2)
     assert len(gated.sweep_tau(labelled, [0.5])) == 1
     assert difference(gated.eval()(**batch), gated.shrink()(**batch)) < 1e-5
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda model, path: pickle.dumps(model)], ids=["torch.save", "pickle"])
+def test_pickles_are_refused_with_the_way_to_save(tmp_path: Path, write: Callable[..., Any]) -> None:
+    with pytest.raises(headgate.HeadgateError, match=r"gated model can't be pickled.*headgate\.save"):
+        write(gated_resnet(), tmp_path / "model.pt")
+
+
+def test_a_shallow_copy_shares_its_weights() -> None:
+    gated = gated_resnet().eval()
+    twin = copy.copy(gated)
+    assert twin is not gated and all(a is b for a, b in zip(gated.parameters(), twin.parameters(), strict=True))

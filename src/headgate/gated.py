@@ -347,6 +347,12 @@ class GatedModel(Passing):
             raise NotDecided("seen() is about the forward pass just done, and there was none: call the model first")
         return seen(self._last, self.cost)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise HeadgateError(
+            "a gated model can't be pickled: write it with headgate.save(model, path), "
+            "and read it with headgate.load(path, dense_model)"
+        )
+
     # -------------------------------------------------------------------------------------------------- gates
 
     def gate_parameters(self) -> list[nn.Parameter]:

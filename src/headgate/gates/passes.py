@@ -7,13 +7,16 @@ for. Knows budgets; knows nothing of gates or exits.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
 from headgate.gates.budget import Budget
+
+P = TypeVar("P", bound="Passing")
 
 
 class Passing(nn.Module):
@@ -41,3 +44,13 @@ class Passing(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._turn = threading.RLock()
+
+    def __copy__(self: P) -> P:
+        made = type(self).__new__(type(self))
+        made.__setstate__(self.__getstate__())
+        return made
+
+    def __deepcopy__(self: P, memo: dict[int, Any]) -> P:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
