@@ -349,3 +349,11 @@ def test_a_shallow_copy_shares_its_weights() -> None:
     gated = gated_resnet().eval()
     twin = copy.copy(gated)
     assert twin is not gated and all(a is b for a, b in zip(gated.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("loss", ["per_gate", "activation", "macs"])
+def test_what_sampled_gates_cost_is_known_whatever_the_loss_pulls_at(loss: str) -> None:
+    gated = gated_resnet(loss=loss, initial_probability=0.6).train()
+    gated(randn(4, *X))
+    gated.cost_loss()
+    assert gated.budget.last_cost == pytest.approx(gated.macs() / gated.dense_macs)

@@ -312,10 +312,18 @@ class GatedModel(Passing):
                 raise NonFiniteLoss(
                     "the cost loss is not finite: a gate's logit became NaN. Lower the learning rate, or clip gradients"
                 )
+            self._note_cost(draw)
             return loss
         if self.training:
-            return self._pulled(draw, lambda: self._share_of(draw))
+            loss = self._pulled(draw, lambda: self._share_of(draw))
+            self._note_cost(draw)
+            return loss
         return self.budget.weight * (self.budget.target - self._share_of(draw)) ** 2
+
+    def _note_cost(self, draw: Draw) -> None:
+        """What the sampled gates cost, also where the loss pulls at something else."""
+        if self.training and self.loss != "macs":
+            self.budget.last_cost = float(over_processes(self.cost.macs_B(draw).mean()).detach())
 
     def _share_of(self, draw: Draw) -> Tensor:
         """What the loss pulls at: of the MACs, or of the gates, over all processes."""

@@ -17,6 +17,7 @@ from headgate.gates.dynamic import GateNetwork
 from headgate.inference import compact as compact_module
 from headgate.inference.compact import ALWAYS, DEPENDS, NEVER, GateSite, gates_over_all_images
 from headgate.inference.export import export_onnx
+from headgate.inference.kernel import native
 from headgate.inference.kernel.prepared import Conv
 from headgate.models import cifar_resnet20
 from tests.gates.test_dynamic import opinionated_, sites_of, two_blocks
@@ -367,3 +368,40 @@ def test_frames_in_the_batch_are_refused() -> None:
         gated.eval().compact()
     with pytest.raises(headgate.ModelError, match="folded with something else"):
         headgate.add_exits(gated.model, clips, at=["a"], target=0.9)
+
+
+KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "slice": lambda x: x[:, :8], "flatten": lambda x: x.flatten(2), "view": lambda x: x.view(x.shape[0], 16, -1),
+    "dropout": lambda x: nn.functional.dropout(x, 0.5, training=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("stream", ["shared", "indexed"])
+def test_a_view_of_the_residual_keeps_it_alive(name: str, stream: str) -> None:
+    """The sum must not take the place of a residual that is read again through a view."""
+
+    def forward(n: Net, x: torch.Tensor) -> torch.Tensor:
+        x = n.bn0(n.stem(x)).relu()
+        side = KEPT[name](x)
+        z = (n.bn2(n.b(n.bn1(n.a(x)).relu())) + x).relu()
+        return n.fc(z.mean((2, 3)) + side.flatten(2).mean(2).repeat(1, 16 // side.shape[1]))
+
+    net = Net(
+        forward, stem=conv(3, 16), bn0=nn.BatchNorm2d(16), a=conv(16, 16), bn1=nn.BatchNorm2d(16), b=conv(16, 16),
+        bn2=nn.BatchNorm2d(16), fc=nn.Linear(16, 5),
+    )  # fmt: skip
+    x = randn(5, 3, 8, 8)
+    gated = headgate.gate(randomize_(net).eval(), x, kind="dynamic", target=0.9, stream=stream)
+    opinionated_(gated).eval().strategy("threshold", tau=0.5)
+    assert difference(gated(x), gated.compact()(x)) < 1e-5
+
+
+def test_without_the_compiled_kernel_every_masked_layer_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = randn(4, 3, 8, 8)
+    gated = opinionated_(headgate.gate(randomize_(flattened()), x, kind="dynamic", target=0.6)).eval()
+    by_kernel = gated.compact().report
+    monkeypatch.setattr(native, "compiled", lambda: None)
+    plain = gated.compact().report
+    assert plain.fast == () and {*by_kernel.fast, *by_kernel.dense} == set(plain.dense)
+    assert any("no compiled kernel" in reason for reason in plain.dense.values())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,54 @@ def test_what_has_no_sense_beside_it_is_refused(earlier: Path, more: list[str]) 
 def command(*words: str) -> tuple[int, str]:
     found = CliRunner().invoke(app, list(words))
     return found.exit_code, " ".join(found.output.split())
+
+
+def test_data_that_moved_is_found(tmp_path: Path, earlier: Path) -> None:
+    folder = tmp_path / "photos"
+    shutil.copytree(earlier, folder)
+    recipe = json.loads((folder / "recipe.json").read_text()) | {"data": "folder:/old/photos"}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    assert onward(folder, {"data_dir": "/new/photos"}).data == "folder:/new/photos"
+
+
+def test_neither_start_weights_nor_the_gates_in_training_are_needed(tmp_path: Path, earlier: Path) -> None:
+    shutil.copytree(earlier, tmp_path / "earlier")
+    (tmp_path / "earlier" / "trained.safetensors").unlink()
+    recipe = onward(tmp_path / "earlier", {"weights": "/gone/start.safetensors"})
+    assert go(tmp_path / "later", recipe, QUIET, earlier=tmp_path / "earlier") is not None
+
+
+def test_after_a_failed_start_the_folder_is_empty(tmp_path: Path, earlier: Path) -> None:
+    shutil.copytree(earlier, tmp_path / "earlier")
+    (tmp_path / "earlier" / "gated.safetensors").unlink()
+    recipe = onward(tmp_path / "earlier", {})
+    for _ in range(2):
+        with pytest.raises(FileError, match=r"can't be copied"):
+            go(tmp_path / "later", recipe, QUIET, earlier=tmp_path / "earlier")
+
+
+def test_evaluate_says_what_came_before(earlier: Path, later: Path) -> None:
+    from headgate.training import ask
+
+    assert "decided, not tuned" in [row["network"] for row in ask.evaluate(earlier)]
+    assert "before this tuning" in [row["network"] for row in ask.evaluate(later)]
+
+
+def test_the_folder_one_stands_in(earlier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headgate.cli.train import _default_folder
+
+    monkeypatch.chdir(earlier)
+    assert _default_folder(None, Path(".")) == earlier.with_name("earlier-on")
+
+
+def test_ctrl_c_outside_of_training_says_how_to_go_on(
+    earlier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headgate.training import run as running
+
+    def stopped(*words: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "measured", stopped)
+    code, output = command("train", "--tune-on", str(earlier), "--out", str(tmp_path / "run"), "--quiet")
+    assert code == 130 and f"headgate train --resume {tmp_path / 'run'}" in output

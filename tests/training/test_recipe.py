@@ -62,6 +62,7 @@ def test_nonsense_is_refused_by_name(field: str, value: object) -> None:
     [
         ({}, "teacher", "x=y.safetensors"), ({}, "distill_temperature", 2.0), ({}, "rate", 0.3), ({}, "static", ("conv1",)),
         ({"kind": "dynamic"}, "squeeze_below", 0.02), ({"budget": "paper"}, "ramp", 0.1),
+        ({"loss": "per_gate"}, "ramp", 0.1), ({"loss": "per_gate"}, "budget_weight", 7.0),
     ],
 )  # fmt: skip
 def test_a_field_that_would_say_nothing_is_refused(other: dict[str, object], field: str, value: object) -> None:
@@ -81,3 +82,11 @@ def test_schedules_start_and_end_where_they_should() -> None:
 def test_a_recipe_of_another_version_is_refused() -> None:
     with pytest.raises(HeadgateError, match="another version"):
         Recipe.from_json({"name": "x", "new_field": 1})
+
+
+def test_none_takes_away_what_a_recipe_names() -> None:
+    scratch = overridden(RECIPES["imagenet-resnet50-static"], {"weights": "none", "dense_epochs": 90})
+    assert scratch.weights is None and scratch.dense_epochs == 90
+    assert overridden(RECIPES["imagenet-resnet50-static"], {"weights": None}).weights == "pretrained"
+    plain = overridden(RECIPES["digits-static"], {"frozen": ("conv1",)})
+    assert overridden(plain, {"frozen": ("none",)}).frozen == ()

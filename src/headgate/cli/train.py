@@ -90,6 +90,11 @@ def train(
             command = shlex.join(["headgate", "train", "--resume", str(folder)])
             typer.echo(f"Stopped; everything up to here is saved. Go on with: {command}", err=True)
             raise typer.Exit(INTERRUPTED) from stop
+        except KeyboardInterrupt as stop:  # while nothing was trained: before the first step, or after the last
+            command = shlex.join(["headgate", "train", "--resume", str(folder)])
+            begun = start.is_begun(folder)
+            typer.echo(f"Stopped. Go on with: {command}" if begun else "Stopped before the run began.", err=True)
+            raise typer.Exit(INTERRUPTED) from stop
     if result is None:
         return
     if as_json:
@@ -108,7 +113,8 @@ def _chosen(name: str | None, tune_on: Path | None, changes: dict[str, Any]) -> 
 
 def _default_folder(recipe: Recipe | None, tune_on: Path | None) -> Path:
     if tune_on is not None:
-        return tune_on.with_name(f"{tune_on.name}-on")
+        there = tune_on.resolve()
+        return there.with_name(f"{there.name}-on")
     return Path("runs") / (f"{recipe.name}-{recipe.target}-s{recipe.seed}" if recipe is not None else "custom")
 
 

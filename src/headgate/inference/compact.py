@@ -46,6 +46,7 @@ MEASURED_ROUNDS = 4
 DENSE_GAIN = 0.9
 """A layer is computed densely where that takes less than this share of the kernel's time."""
 QUICKER = "quicker than the kernel here"
+NO_KERNEL = "no compiled kernel here: in plain PyTorch"
 
 
 # ---------------------------------------------------------------------------------------------------- constants
@@ -497,10 +498,11 @@ class _Lowering:
                 continue
             residual, relu = node.args[5], node.args[9]
             assert isinstance(residual, fx.Node)
-            others = [user for user in residual.users if user is not node]
-            if residual.target not in _FRESH or any(order[user] > order[node] for user in others):
+            aliases = _aliases(residual)
+            readers = {user for alias in aliases for user in alias.users if user is not node}
+            if residual.target not in _FRESH or any(order[user] > order[node] for user in readers):
                 continue
-            if node.args[0] is residual:
+            if node.args[0] in aliases:
                 continue
             with self.ops.inserting_before(node):
                 added = self.ops.call_function(
@@ -568,6 +570,16 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(made, fx.Node) and bool(getattr(made.target, "is_view", False))
 
 
+def _aliases(node: fx.Node) -> list[fx.Node]:
+    """The node, and all that may share its memory."""
+    found = [node]
+    for each in found:
+        found += [user for user in each.users if _is_view(user) or user.target in _ITSELF]
+    return found
+
+
+_ITSELF = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
+"""Operators whose result may be what they were given."""
 _FRESH = {
     torch.ops.headgate.masked_conv2d.default, torch.ops.headgate.max_pool2d.default, aten.relu.default,
     aten.conv2d.default, aten.add.Tensor,
@@ -702,6 +714,8 @@ class CompactModel(nn.Module):
                     conv.dense = _seconds(conv.densely, given[conv]) < DENSE_GAIN * _seconds(
                         conv.by_kernel, given[conv]
                     )
+        by_kernel = {conv.layer for conv in convs}
+        reasons |= {layer: NO_KERNEL for layer in self.report.fast if layer not in by_kernel}
         reasons |= {conv.layer: QUICKER for conv in convs if conv.dense}
         self.report = Report(tuple(conv.layer for conv in convs if not conv.dense), reasons)
 

@@ -37,13 +37,12 @@ from headgate.inference.shrink import with_folded_batchnorm
 from headgate.storage import load, save
 from headgate.training.loop import EVAL_BATCH, measure
 from headgate.training.prepare import Start, data_of, start_of, with_data_in
-from headgate.training.run import NETWORKS, RESULT, is_done, measured, recipe_in
+from headgate.training.run import BEFORE, NETWORKS, RESULT, is_done, measured, recipe_in
 from headgate.training.team import Team
 
 TIMED_IMAGES = 60
 BATCHES = (1, 32)
 SWEEP_ROUNDS = 5
-TITLES = {"decided": "decided, not tuned"}
 TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
@@ -52,6 +51,13 @@ def open_run(folder: Path, data_dir: str | None = None) -> tuple[Start, DataSet]
     recipe = with_data_in(recipe_in(folder), data_dir)
     images = data_of(recipe)
     return start_of(recipe, images.shape), images
+
+
+def _title(name: str, folder: Path) -> str:
+    """What a network of a folder is called."""
+    if name != "decided":
+        return name
+    return "before this tuning" if (folder / BEFORE).exists() else "decided, not tuned"
 
 
 def _start(folder: Path) -> Start:
@@ -136,7 +142,7 @@ def evaluate(
         names = [name for name, file in NETWORKS.items() if (folder / file).is_file() and name != "trained"]
         there = {name: network(folder, name, start) for name in (names if of is None else [of])}
         rows = [
-            (TITLES.get(name, name), *measured(net.to(team.device), data.test, team, start.example))
+            (_title(name, folder), *measured(net.to(team.device), data.test, team, start.example))
             for name, net in there.items()
         ]
     return [

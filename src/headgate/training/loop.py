@@ -234,7 +234,9 @@ def _gate_values(gated: GatedModel | ExitModel | None, step: int) -> dict[str, f
         return {}
     values: dict[str, float] = {}
     if gated.budget.last_cost is not None:
-        values |= {"cost": gated.budget.last_cost, "goal": gated.budget.target_now}
+        values["cost"] = gated.budget.last_cost
+        if isinstance(gated, ExitModel) or gated.loss == "macs":  # the goal of other losses is no cost
+            values["goal"] = gated.budget.target_now
     if isinstance(gated, ExitModel):
         return values
     values["polarised"] = gated.polarised()

@@ -16,6 +16,7 @@ from typing import Any
 from headgate.errors import FileError, HeadgateError
 from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import LOG_NAME, read_log
+from headgate.training.prepare import with_data_in
 from headgate.training.recipe import PLACES, Recipe, overridden
 from headgate.training.run import (
     BEFORE,
@@ -51,7 +52,7 @@ def onward(earlier: Path, changes: Mapping[str, Any]) -> Recipe:
             f"--tune-on starts from gates that are decided: leave out --{useless[0].replace('_', '-')}; "
             f"it looks at {', '.join('--' + name.replace('_', '-') for name in FIELDS)}"
         )
-    changed = overridden(replace(recipe, seed=recipe.seed + 1), given)
+    changed = with_data_in(overridden(replace(recipe, seed=recipe.seed + 1), given), given.get("data_dir"))
     if not changed.tune_epochs:
         raise HeadgateError("--tune-on has nothing to do: give --tune-epochs")
     return changed
@@ -70,12 +71,18 @@ def take_over(folder: Path, earlier: Path, recipe: Recipe) -> None:
     lines = "".join(json.dumps(entry) + "\n" for entry in kept).encode()
     try:
         for name in (DENSE, TRAINED, GATED):
-            shutil.copyfile(earlier / name, folder / name)
+            if name != TRAINED or (earlier / name).exists():
+                shutil.copyfile(earlier / name, folder / name)
         shutil.copyfile(last_network(earlier), folder / DECIDED)
         (folder / BEFORE).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (folder / LOG_NAME).write_bytes(lines)
     except OSError as error:
         raise FileError(f"{earlier} can't be copied to {folder} ({error}): nothing is lost, begin again") from error
+    images = checkpoints.read_checkpoint(earlier).rest.get("conditions", {}).get("images")
+    conditions = {} if images is None else {"images": images}
     checkpoints.write_checkpoint(
-        folder, checkpoints.Checkpoint("tune", 0, recipe.to_json(), result["seconds"], len(lines))
+        folder,
+        checkpoints.Checkpoint(
+            "tune", 0, recipe.to_json(), result["seconds"], len(lines), rest={"conditions": conditions}
+        ),
     )

@@ -102,10 +102,13 @@ def teacher_of(recipe: Recipe, phase: PhaseName, dense: nn.Module, shape: tuple[
     return dense.eval().requires_grad_(False)
 
 
-def check(recipe: Recipe, data: DataSet) -> None:
-    """Raise whatever would stop the run later: weights, shapes, classes, gates, target, teacher."""
+def check(recipe: Recipe, data: DataSet, dense: nn.Module | None = None) -> None:
+    """Raise whatever would stop the run later: weights, shapes, classes, gates, target, teacher.
+
+    `dense` is the network that the run starts from, where it is not the recipe that says so.
+    """
     start = start_of(recipe, data.shape)
-    if recipe.weights is None and not recipe.dense_epochs:
+    if dense is None and recipe.weights is None and not recipe.dense_epochs:
         raise HeadgateError(
             "the run would gate a network with random weights: "
             "give --weights FILE, or train it first with --dense-epochs"
@@ -114,7 +117,7 @@ def check(recipe: Recipe, data: DataSet) -> None:
         raise HeadgateError(f"recipe {recipe.name!r}: there is nothing to tune without gates: gate_epochs=0")
     if recipe.compile:
         _check_compiler()
-    model = start.build().eval()
+    model = (dense or start.build()).eval()
     try:
         with torch.no_grad():
             logits = tensors_in(model(start.example))[0]

@@ -13,7 +13,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from headgate.errors import HeadgateError
 
@@ -44,11 +44,12 @@ OF_CHANNELS = (
 )  # fmt: skip
 """Fields that speak of gates on channels: exits have none, and leave them as they are."""
 OF_EXITS = ("exit_head", "classifier_weight", "classifier_scale", "train_model")
-SILENT: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "teacher": ("distill", (0.0,)), "distill_temperature": ("distill", (0.0,)), "distill_gates": ("distill", (0.0,)),
-    "squeeze_below": ("kind", ("dynamic",)), "static": ("kind", ("static",)),
-    "rate": ("loss", ("macs", "activation")), "budget_weight": ("budget", ("paper",)), "ramp": ("budget", ("paper",)),
-}  # fmt: skip
+SILENT: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("teacher", "distill", (0.0,)), ("distill_temperature", "distill", (0.0,)), ("distill_gates", "distill", (0.0,)),
+    ("squeeze_below", "kind", ("dynamic",)), ("static", "kind", ("static",)), ("rate", "loss", ("macs", "activation")),
+    ("budget_weight", "budget", ("paper",)), ("ramp", "budget", ("paper",)),
+    ("budget_weight", "loss", ("per_gate",)), ("ramp", "loss", ("per_gate",)),
+)  # fmt: skip
 """Fields that would say nothing where another field has one of these values."""
 PLACES = ("weights", "data_dir", "teacher", "workers")
 """Fields that say where something is or how it is read: they may change when a run goes on."""
@@ -140,7 +141,7 @@ class Recipe:
         for name in OF_CHANNELS if self.exits else OF_EXITS:
             where = "with exits, which have no gates on channels" if self.exits else "without exits"
             _check(getattr(self, name) == usual[name], self, name, f"left out {where}")
-        for name, (other, values) in SILENT.items():
+        for name, other, values in SILENT:
             if getattr(self, other) in values:
                 where = f"left out with {other}={getattr(self, other)}, which does not look at it"
                 _check(getattr(self, name) == usual[name], self, name, where)
@@ -219,14 +220,14 @@ _IMAGENET = Recipe(
 
 
 def _of_every_kind(recipe: Recipe) -> list[Recipe]:
-    """Pruning, conditional computation, and AIG: whole blocks, each with a target rate of its own."""
+    """Pruning, conditional computation, and AIG: whole blocks that start alike, each with a target rate of its own."""
     dynamic = {"kind": "dynamic", "gate_epochs": recipe.epochs * 3 // 5, "tune_epochs": recipe.epochs * 2 // 5}
     if not recipe.tune_epochs:
         dynamic = {"kind": "dynamic"}
     return [
         replace(recipe, name=f"{recipe.name}-static"),
         replace(recipe, name=f"{recipe.name}-dynamic", **dynamic),  # type: ignore[arg-type]
-        replace(recipe, name=f"{recipe.name}-aig", granularity="layer", loss="per_gate", **dynamic),  # type: ignore[arg-type]
+        replace(recipe, name=f"{recipe.name}-aig", granularity="layer", loss="per_gate", prime_batches=0, **dynamic),  # type: ignore[arg-type]
     ]
 
 
@@ -277,11 +278,15 @@ def without_places(recipe: Recipe) -> Recipe:
 
 
 def overridden(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with some fields replaced."""
+    """The recipe with some fields replaced; "none" takes away what a field names, None leaves it as it is."""
     changes = {name: value for name, value in changes.items() if value is not None}
     known = get_type_hints(Recipe)
-    for name in changes:
+    for name, value in changes.items():
         if name not in known:
             raise HeadgateError(f"a recipe has no field {name!r}")
+        if value == "none" and type(None) in get_args(known[name]):
+            changes[name] = None
+        elif value == ("none",):
+            changes[name] = ()
     different = {name: value for name, value in changes.items() if value != getattr(recipe, name)}
     return replace(recipe, **different) if different else recipe

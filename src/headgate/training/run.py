@@ -365,8 +365,13 @@ def create_folder(folder: Path, recipe: Recipe, fill: Callable[[], None] = lambd
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fill()
-        write_text(folder / RECIPE, json.dumps(recipe.to_json(), indent=1) + "\n")
+        try:
+            fill()
+            write_text(folder / RECIPE, json.dumps(recipe.to_json(), indent=1) + "\n")
+        except BaseException:
+            for file in folder.iterdir():  # it was empty, and shall be so for the next attempt
+                file.unlink()
+            raise
     except OSError as error:
         raise FileError(f"{folder} can't be written ({error}): choose another folder with --out") from error
 

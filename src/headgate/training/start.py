@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from headgate.data.sources import DataSet
 from headgate.errors import FileError
+from headgate.storage import load
 from headgate.training.forecast import forecast
 from headgate.training.journal import AnyJournal, Journal, SilentJournal
 from headgate.training.loop import Interrupted
 from headgate.training.onward import take_over
-from headgate.training.prepare import check, data_of, with_absolute_places, with_data_in
+from headgate.training.prepare import check, data_of, start_of, with_absolute_places, with_data_in
 from headgate.training.recipe import PHASES, Recipe, overridden
-from headgate.training.run import RESULT, Run, create_folder, is_done, recipe_in
+from headgate.training.run import DENSE, RECIPE, RESULT, Run, create_folder, is_done, recipe_in
 from headgate.training.team import Team
 
 try:
@@ -30,7 +32,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Interrupted", "Options", "dry_run", "go", "use_threads"]
+__all__ = ["Interrupted", "Options", "dry_run", "go", "is_begun", "use_threads"]
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,23 @@ def go(
         raise FileError(f"{folder} is done: its result is in {folder / RESULT}")
     data = data_of(recipe)
     if not going_on:
-        check(recipe, data)  # what is wrong shows before there is a folder
+        check(recipe, data, _dense_of(earlier, recipe, data))  # what is wrong shows before there is a folder
         if team.main:
             create_folder(folder, recipe, partial(take_over, folder, earlier, recipe) if earlier else lambda: None)
     team.wait()
     with only_user(folder) if team.main else nullcontext(), _journal(folder, recipe, data, team, options) as journal:
         result = Run(recipe, folder, team, journal, options.checkpoint_seconds, data).execute()
     return result if team.main else None
+
+
+def _dense_of(earlier: Path | None, recipe: Recipe, data: DataSet) -> nn.Module | None:
+    """The network that a run to be tuned on began with: the file it came from may be gone."""
+    return None if earlier is None else load(earlier / DENSE, start_of(recipe, data.shape).architecture())
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether there is a run to go on with."""
+    return (folder / RECIPE).exists()
 
 
 def dry_run(folder: Path, recipe: Recipe | None, places: Mapping[str, Any] | None = None) -> None:
