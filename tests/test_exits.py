@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import headgate
 from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
+from headgate.gated import GatedModel
 from headgate.gates.budget import Budget
 from headgate.models.cifar_densenet import CifarDenseNet
 from headgate.models.cifar_resnet import CifarResNet
@@ -499,3 +500,11 @@ def test_gates_of_channels_have_their_own_decay_under_exits_too() -> None:
     assert [group["name"] for group in groups] == ["weights", "gates", "classifiers", "gates"]
     assert groups[1]["weight_decay"] == alone["gates"]["weight_decay"] < groups[3]["weight_decay"] == 1e-3
     assert sum(p.numel() for g in groups for p in g["params"]) == sum(p.numel() for p in cascade(gated).parameters())
+
+
+def test_gate_networks_of_channels_cost_only_who_comes_to_them() -> None:
+    inner = headgate.gate(randomize_(CifarResNet(2)), randn(1, 3, 16, 16), kind="dynamic", target=0.9)
+    exits = headgate.add_exits(inner, randn(1, 3, 16, 16), ["layer1"], target=0.95)
+    assert isinstance(exits.model, GatedModel) and exits.model.dynamic is not None
+    before, behind = (exits._deciding_macs(number) for number in range(2))
+    assert before > 0 and behind > before and before + behind == exits.model.dynamic.macs

@@ -302,12 +302,24 @@ class ExitModel(Passing):
         always, names, each_BI = gated.cost.by_layer(gated._last)
         columns = []
         for number, segment in enumerate(self._segments):
-            fixed = sum(macs for name, macs in always.items() if name in segment)
-            if number == 0:
-                fixed += gated.cost.gates_macs
+            fixed = sum(macs for name, macs in always.items() if name in segment) + self._deciding_macs(number)
             places = [place for place, name in enumerate(names) if name in segment]
             columns.append(each_BI[:, places].sum(1) + fixed / self.dense_macs)
         return torch.stack(columns, 1)
+
+    def _deciding_macs(self, segment: int) -> int:
+        """Of the gate networks of channels, which are computed where the layers are that read the same tensor."""
+        dynamic = self.model.dynamic if isinstance(self.model, GatedModel) else None
+        if dynamic is None:
+            return 0
+        return sum(
+            network.macs
+            for site, network in zip(dynamic.sites, dynamic.networks, strict=True)
+            if isinstance(network, GateNetwork) and self._segment_of(site.layer) == segment
+        )
+
+    def _segment_of(self, layer: str) -> int:
+        return next((number for number, segment in enumerate(self._segments) if layer in segment), 0)
 
     def shares_B(
         self, reach_BK: Tensor, segments_BK: Tensor | None = None, taus: Sequence[float] | None = None
@@ -328,7 +340,8 @@ class ExitModel(Passing):
             return float(self.shares_B(self._reach_BK).detach().double().mean()) * self.dense_macs
         if self._macs is None:
             raise NotDecided(
-                "the cost of the last forward pass is not known: call the model first, or use table(loader)"
+                "the cost of the last forward pass is not known: call the model first; "
+                "where gates on channels look at the image, use table(loader), or macs() after a pass in train mode"
             )
         return self._macs
 
