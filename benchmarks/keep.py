@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import without_folders
 
 from headgate.analysis.records import commit_of, write_text
 from headgate.models.names import load_named
@@ -50,11 +51,6 @@ def main() -> None:
     } | ({"exits": result["exits"]} if "exits" in result else {})  # fmt: skip
     write_text(target.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
     print(f"{target.name}: {record['accuracy']:.2%} at {record['macs_fraction']:.2%} of the MACs")
-
-
-def without_folders(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe as others can read it."""
-    return {**recipe, "weights": Path(recipe["weights"]).name if recipe["weights"] else None, "data_dir": None}
 
 
 def earlier_runs(result: dict[str, Any], last: str) -> list[dict[str, Any]]:

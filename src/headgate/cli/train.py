@@ -86,14 +86,11 @@ def train(
         options = start.Options(tensorboard=tensorboard, quiet=quiet or as_json, checkpoint_seconds=checkpoint_seconds)
         try:
             result = start.go(folder, chosen, options, places, tune_on)
-        except start.Interrupted as stop:
+        except (start.Interrupted, KeyboardInterrupt) as stop:  # the second: asked twice, or while nothing was trained
+            saved = "; everything up to here is saved" if isinstance(stop, start.Interrupted) else ""
             command = shlex.join(["headgate", "train", "--resume", str(folder)])
-            typer.echo(f"Stopped; everything up to here is saved. Go on with: {command}", err=True)
-            raise typer.Exit(INTERRUPTED) from stop
-        except KeyboardInterrupt as stop:  # while nothing was trained: before the first step, or after the last
-            command = shlex.join(["headgate", "train", "--resume", str(folder)])
-            begun = start.is_begun(folder)
-            typer.echo(f"Stopped. Go on with: {command}" if begun else "Stopped before the run began.", err=True)
+            going_on = f". Go on with: {command}" if start.is_begun(folder) else " before the run began."
+            typer.echo(f"Stopped{saved}{going_on}", err=True)
             raise typer.Exit(INTERRUPTED) from stop
     if result is None:
         return

@@ -18,18 +18,7 @@ from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import LOG_NAME, read_log
 from headgate.training.prepare import with_data_in
 from headgate.training.recipe import PLACES, Recipe, overridden
-from headgate.training.run import (
-    BEFORE,
-    CONDITIONAL,
-    DECIDED,
-    DENSE,
-    GATED,
-    RESULT,
-    SMALL,
-    TRAINED,
-    is_done,
-    recipe_in,
-)  # fmt: skip
+from headgate.training.run import BEFORE, DECIDED, DENSE, GATED, RESULT, TRAINED, is_done, last_file, recipe_in
 
 FIELDS = (
     "tune_epochs", "tune_lr", "tune_schedule", "step_epochs", "momentum", "weight_decay", "batch_size",
@@ -44,7 +33,7 @@ def onward(earlier: Path, changes: Mapping[str, Any]) -> Recipe:
     recipe = recipe_in(earlier)
     if not is_done(earlier):
         raise FileError(f"{earlier} is not finished: go on with it first, by `headgate train --resume {earlier}`")
-    if recipe.exits or not (recipe.gate_epochs and last_network(earlier).exists()):
+    if recipe.exits or not (recipe.gate_epochs and (earlier / last_file(recipe)).exists()):
         raise HeadgateError(f"{earlier} has no network to tune on: only shrunk and conditional ones can be")
     given = {name: value for name, value in changes.items() if value is not None}
     if useless := [name for name in given if name not in FIELDS]:
@@ -58,12 +47,6 @@ def onward(earlier: Path, changes: Mapping[str, Any]) -> Recipe:
     return changed
 
 
-def last_network(folder: Path) -> Path:
-    """What a run with gates on channels ends with."""
-    small = folder / SMALL
-    return small if small.exists() else folder / CONDITIONAL
-
-
 def take_over(folder: Path, earlier: Path, recipe: Recipe) -> None:
     """Fill a new run's folder with what another one left, at the start of its last phase."""
     result = json.loads((earlier / RESULT).read_text(encoding="utf-8"))
@@ -73,8 +56,8 @@ def take_over(folder: Path, earlier: Path, recipe: Recipe) -> None:
         for name in (DENSE, TRAINED, GATED):
             if name != TRAINED or (earlier / name).exists():
                 shutil.copyfile(earlier / name, folder / name)
-        shutil.copyfile(last_network(earlier), folder / DECIDED)
-        (folder / BEFORE).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        shutil.copyfile(earlier / last_file(recipe), folder / DECIDED)
+        shutil.copyfile(earlier / RESULT, folder / BEFORE)
         (folder / LOG_NAME).write_bytes(lines)
     except OSError as error:
         raise FileError(f"{earlier} can't be copied to {folder} ({error}): nothing is lost, begin again") from error

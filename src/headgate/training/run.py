@@ -145,14 +145,8 @@ class Run:
             )
         self._count_time(name)
         if self.team.main:
-            save(phase.net, self.folder / {"dense": DENSE, "gates": TRAINED, "tune": self._last_file}[name])
+            save(phase.net, self.folder / {"dense": DENSE, "gates": TRAINED, "tune": last_file(self.recipe)}[name])
         self.team.wait()
-
-    @property
-    def _last_file(self) -> str:
-        if self.recipe.exits:
-            return CASCADE
-        return SMALL if self.recipe.kind == "static" else CONDITIONAL
 
     def _net(self, name: PhaseName, start: Start, data: DataSet) -> nn.Module:
         """The network at the start of a phase."""
@@ -202,7 +196,7 @@ class Run:
             save(gated, self.folder / GATED)
             save(decided, self.folder / DECIDED)
             if not self.recipe.tune_epochs:
-                save(decided, self.folder / self._last_file)
+                save(decided, self.folder / last_file(self.recipe))
         self.team.wait()
 
     def _set_exits(self, exits: ExitModel, data: DataSet) -> None:
@@ -352,12 +346,19 @@ def measured(net: nn.Module, split: Split, team: Team, example: Tensor) -> tuple
     return share, count_macs(net.cpu(), example)
 
 
-def create_folder(folder: Path, recipe: Recipe, fill: Callable[[], None] = lambda: None) -> None:
+def last_file(recipe: Recipe) -> str:
+    """What a run ends with."""
+    if recipe.exits:
+        return CASCADE
+    return SMALL if recipe.kind == "static" else CONDITIONAL
+
+
+def create_folder(folder: Path, recipe: Recipe, fill: Callable[[], None] | None = None) -> None:
     """A new run's folder; one that is there already must be empty. What `fill` puts there comes before its recipe."""
     if folder.exists() and not folder.is_dir():
         raise FileError(f"{folder} is a file: choose another folder with --out")
     if folder.exists() and any(folder.iterdir()):
-        going = (folder / RECIPE).exists()
+        going = is_begun(folder)
         raise FileError(
             f"{folder} is not empty: "
             + (f"go on with that run by `headgate train --resume {shlex.quote(str(folder))}`, or " if going else "")
@@ -366,7 +367,8 @@ def create_folder(folder: Path, recipe: Recipe, fill: Callable[[], None] = lambd
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            fill()
+            if fill is not None:
+                fill()
             write_text(folder / RECIPE, json.dumps(recipe.to_json(), indent=1) + "\n")
         except BaseException:
             for file in folder.iterdir():  # it was empty, and shall be so for the next attempt
@@ -385,6 +387,11 @@ def recipe_in(folder: Path) -> Recipe:
         return Recipe.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, TypeError) as error:
         raise FileError(f"{path} is damaged ({error})") from error
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether there is a run to go on with."""
+    return (folder / RECIPE).exists()
 
 
 def is_done(folder: Path) -> bool:

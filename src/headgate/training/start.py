@@ -24,7 +24,7 @@ from headgate.training.loop import Interrupted
 from headgate.training.onward import take_over
 from headgate.training.prepare import check, data_of, start_of, with_absolute_places, with_data_in
 from headgate.training.recipe import PHASES, Recipe, overridden
-from headgate.training.run import DENSE, RECIPE, RESULT, Run, create_folder, is_done, recipe_in
+from headgate.training.run import DENSE, RESULT, Run, create_folder, is_begun, is_done, recipe_in
 from headgate.training.team import Team
 
 try:
@@ -74,7 +74,7 @@ def go(
     if not going_on:
         check(recipe, data, _dense_of(earlier, recipe, data))  # what is wrong shows before there is a folder
         if team.main:
-            create_folder(folder, recipe, partial(take_over, folder, earlier, recipe) if earlier else lambda: None)
+            create_folder(folder, recipe, partial(take_over, folder, earlier, recipe) if earlier else None)
     team.wait()
     with only_user(folder) if team.main else nullcontext(), _journal(folder, recipe, data, team, options) as journal:
         result = Run(recipe, folder, team, journal, options.checkpoint_seconds, data).execute()
@@ -84,11 +84,6 @@ def go(
 def _dense_of(earlier: Path | None, recipe: Recipe, data: DataSet) -> nn.Module | None:
     """The network that a run to be tuned on began with: the file it came from may be gone."""
     return None if earlier is None else load(earlier / DENSE, start_of(recipe, data.shape).architecture())
-
-
-def is_begun(folder: Path) -> bool:
-    """Whether there is a run to go on with."""
-    return (folder / RECIPE).exists()
 
 
 def dry_run(folder: Path, recipe: Recipe | None, places: Mapping[str, Any] | None = None) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from headgate.errors import HeadgateError
 from headgate.inference.kernel import native, plain
 
-_ops = torch.library.Library("headgate", "FRAGMENT")
+_ops = library.Library("headgate", "FRAGMENT")
 _ops.define(
     "masked_conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? in_mask, Tensor? out_mask, Tensor? residual, "
     "int[2] stride, int[2] padding, int[2] dilation, bool relu) -> Tensor"
@@ -73,7 +73,7 @@ def _check(x: Tensor, weight: Tensor, masks: dict[str, tuple[Tensor | None, int]
             )
 
 
-@torch.library.impl(_ops, "masked_conv2d", "CPU")
+@library.impl(_ops, "masked_conv2d", "CPU")
 def _on_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
     residual: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], relu: bool,
@@ -93,7 +93,7 @@ def _on_cpu(
     return y
 
 
-@torch.library.impl(_ops, "masked_conv2d_add_", "CPU")
+@library.impl(_ops, "masked_conv2d_add_", "CPU")
 def _adding_on_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
     residual: Tensor, stride: list[int], padding: list[int], dilation: list[int], relu: bool, rectified: bool,
@@ -119,7 +119,7 @@ def check_channels(x: Tensor, trunk_weight: Tensor) -> None:
         raise HeadgateError(f"a gate network that looks at {trunk_weight.shape[1]} channels got {tuple(x.shape)}")
 
 
-@torch.library.impl(_ops, "gate_masks", "CPU")
+@library.impl(_ops, "gate_masks", "CPU")
 def _gates_on_cpu(
     x: Tensor, arriving: Tensor | None, trunk_weight: Tensor, trunk_bias: Tensor, head_weight: Tensor,
     head_bias: Tensor, threshold: float, sizes: list[int], immortal: list[int], groups: list[int],
@@ -133,7 +133,7 @@ def _gates_on_cpu(
     return plain.gate_masks(means, arriving, trunk, head, threshold, sizes, immortal, groups)
 
 
-@torch.library.impl(_ops, "max_pool2d", "CPU")
+@library.impl(_ops, "max_pool2d", "CPU")
 def _pool_on_cpu(x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
     if not _native(x) or x.dim() != 4 or not x.numel():
         return torch.nn.functional.max_pool2d(x, kernel, stride, padding)
@@ -163,7 +163,7 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return (mask if mask.dtype in (torch.bool, torch.uint8) else mask != 0).contiguous()
 
 
-@torch.library.register_fake("headgate::masked_conv2d", lib=_ops)
+@library.register_fake("headgate::masked_conv2d", lib=_ops)
 def _shape_only(
     x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
     residual: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], relu: bool,
@@ -171,7 +171,7 @@ def _shape_only(
     return x.new_empty(_output_shape(x, weight, stride, padding, dilation))
 
 
-@torch.library.register_fake("headgate::masked_conv2d_add_", lib=_ops)
+@library.register_fake("headgate::masked_conv2d_add_", lib=_ops)
 def _nothing_new(
     x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
     residual: Tensor, stride: list[int], padding: list[int], dilation: list[int], relu: bool, rectified: bool,
@@ -179,7 +179,7 @@ def _nothing_new(
     return None
 
 
-@torch.library.register_fake("headgate::gate_masks", lib=_ops)
+@library.register_fake("headgate::gate_masks", lib=_ops)
 def _masks_only(
     x: Tensor, arriving: Tensor | None, trunk_weight: Tensor, trunk_bias: Tensor, head_weight: Tensor,
     head_bias: Tensor, threshold: float, sizes: list[int], immortal: list[int], groups: list[int],
@@ -187,6 +187,6 @@ def _masks_only(
     return [x.new_empty(x.shape[0], size, dtype=torch.bool) for size in sizes]
 
 
-@torch.library.register_fake("headgate::max_pool2d", lib=_ops)
+@library.register_fake("headgate::max_pool2d", lib=_ops)
 def _pooled_shape_only(x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
     return x.new_empty(_pooled_shape(x, kernel, stride, padding))
