@@ -97,7 +97,13 @@ def test_an_interrupted_run_ends_with_the_same_bits(
 def test_a_compiled_run_ends_with_the_same_bits_too(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {"compile": True, "distill": 0.5, "weights": str(whole / "dense.safetensors"), "dense_epochs": 0}
+    changes = {
+        "compile": True,
+        "distill": 0.5,
+        "mix": 0.4,
+        "weights": str(whole / "dense.safetensors"),
+        "dense_epochs": 0,
+    }
     run(tmp_path / "whole", **changes)
     obey = loop._obey
     stop_at_(monkeypatch, "tune", 3)

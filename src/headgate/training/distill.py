@@ -22,13 +22,14 @@ class Distillation:
 
 def student_loss(
     logits_BC: Tensor,
-    labels_B: Tensor,
+    labels: Tensor,
     teacher_BC: Tensor | None,
     distillation: Distillation,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """(1 − w) cross entropy + w T² KL(teacher ‖ student) at temperature T; without a teacher, cross entropy."""
-    labels_loss = F.cross_entropy(logits_BC, labels_B, label_smoothing=label_smoothing)
+    """(1 − w) cross entropy + w T² KL(teacher ‖ student) at temperature T; without a teacher, cross entropy.
+    Labels are classes, or shares of them."""
+    labels_loss = F.cross_entropy(logits_BC, labels, label_smoothing=label_smoothing)
     if teacher_BC is None or distillation.weight == 0:
         return labels_loss
     t, w = distillation.temperature, distillation.weight

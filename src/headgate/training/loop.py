@@ -26,6 +26,7 @@ from headgate.gated import GatedModel
 from headgate.graph.trace import tensors_in
 from headgate.training.distill import Distillation, student_loss
 from headgate.training.journal import AnyJournal
+from headgate.training.mix import Mixture
 from headgate.training.recipe import PHASES, PhaseName, Recipe
 from headgate.training.team import Team
 
@@ -181,8 +182,11 @@ def train_step(
 ) -> tuple[float, Tensor]:
     """One step of the optimizer: the task loss, and the network's answers."""
     recipe, team = around.recipe, around.team
+    mixture = Mixture.draw(len(images), recipe.mix) if recipe.mix else None
+    images = mixture.images(images) if mixture else images
     answers = _answers(phase.teacher, images, team)
     logits = tensors_in(net(images))[0]
+    labels = mixture.labels(labels, logits.shape[1]) if mixture else labels
     distillation = Distillation(recipe.distill, recipe.distill_temperature)
     task_loss = student_loss(logits, labels, answers, distillation, recipe.label_smoothing)
     loss = task_loss + phase.net.cost_loss() if isinstance(phase.net, (GatedModel, ExitModel)) else task_loss

@@ -22,7 +22,7 @@ from headgate.training.run import BEFORE, DECIDED, DENSE, GATED, RESULT, TRAINED
 
 FIELDS = (
     "tune_epochs", "tune_lr", "tune_schedule", "step_epochs", "momentum", "weight_decay", "batch_size",
-    "label_smoothing", "distill", "distill_temperature", "teacher", "calibration_batches", "seed", "precision",
+    "label_smoothing", "mix", "distill", "distill_temperature", "teacher", "calibration_batches", "seed", "precision",
     "compile", *(name for name in PLACES if name != "teacher"),
 )  # fmt: skip
 """Fields of a recipe that still matter when the gates are decided."""

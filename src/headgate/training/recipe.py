@@ -113,6 +113,7 @@ class Recipe:
     weight_decay: float = about("Of the weights; gates get 10/|G| of it.", 1e-4)
     batch_size: int = about("Images a step, over all processes.", 128)
     label_smoothing: float = about("Of the labels.", 0.0)
+    mix: float = about("Images mixed in pairs, by shares from Beta(mix, mix); 0: none are.", 0.0)
     distill: float = about("Weight of the teacher's answers in the loss; 0: no teacher.", 0.0)
     distill_temperature: float = about("At which teacher and student are compared.", 4.0)
     teacher: str | None = about("Another teacher than the dense network: NAME=weights.safetensors.", None)
@@ -148,7 +149,9 @@ class Recipe:
         _check(self.momentum < 1, self, "momentum", "below 1")
         for name in ("classifier_weight", "classifier_scale"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
-        for name in ("dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay", "prime_spread"):
+        for name in (
+            "dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay", "prime_spread", "mix",
+        ):  # fmt: skip
             value = getattr(self, name)
             _check(math.isfinite(value) and value >= 0, self, name, "a number from 0 on")
 
