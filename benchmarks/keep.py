@@ -40,7 +40,7 @@ def main() -> None:
     with torch.no_grad():
         answers = load(target, named.model).eval()(named.example_input)[0].tolist()
     commit = commit_of(Path.cwd())
-    record = {
+    record: dict[str, Any] = {
         "model": recipe["model"], "data": recipe["data"], "accuracy": result["accuracy"][last],
         "dense_accuracy": result["accuracy"]["dense"], "images": result["images"],
         "macs": result["macs"][last], "macs_fraction": result["macs_fraction"][last],
@@ -49,6 +49,8 @@ def main() -> None:
         "recipe": without_folders(recipe), "before": earlier_runs(result, last),
         "answers": [round(value, 5) for value in answers],
     } | ({"exits": result["exits"]} if "exits" in result else {})  # fmt: skip
+    if "averaged" in result:
+        record["averaged"] = [reached(each, last) | {"before": earlier_runs(each, last)} for each in result["averaged"]]
     write_text(target.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
     print(f"{target.name}: {record['accuracy']:.2%} at {record['macs_fraction']:.2%} of the MACs")
 
@@ -57,8 +59,13 @@ def earlier_runs(result: dict[str, Any], last: str) -> list[dict[str, Any]]:
     """The runs that `--tune-on` went on from, the newest first: what they reached, and by which recipe."""
     found = []
     while result := result.get("before", {}):
-        found.append({"accuracy": result["accuracy"][last], "recipe": without_folders(result["recipe"])})
+        found.append(reached(result, last))
     return found
+
+
+def reached(result: dict[str, Any], last: str) -> dict[str, Any]:
+    """What a run came to, and by which recipe."""
+    return {"accuracy": result["accuracy"][last], "recipe": without_folders(result["recipe"])}
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_a_run_without_such_a_network_is_refused(tmp_path: Path, earlier: Path) 
     with pytest.raises(FileError, match=r"not finished.*--resume"):
         onward(tmp_path, {})
     (tmp_path / "result.json").write_text("{}")
-    with pytest.raises(HeadgateError, match="no network to tune on"):
+    with pytest.raises(HeadgateError, match="no network to go on with"):
         onward(tmp_path, {})
     with pytest.raises(HeadgateError, match="--tune-epochs"):
         onward(earlier, {"tune_epochs": 0})

@@ -1,4 +1,4 @@
-"""`headgate train`, `headgate recipes`, `headgate data`: from a recipe and a data set to a run's folder.
+"""`headgate train`, `average`, `recipes` and `data`: from a recipe and a data set to a run's folder.
 
 Every field of a recipe is an option; the options are made from the fields, so that none can be forgotten.
 """
@@ -100,6 +100,28 @@ def train(
         print_result(folder, result)
 
 
+def average(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs, tuned on from one another.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the mean (default: that of the last run, -mean).")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Log, but show nothing.")] = False,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Where the data is, if not where it was.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """The mean of the networks of several runs (`train --tune-on`): one network, often better than any of them."""
+    from headgate.training import average as averages
+    from headgate.training import start
+
+    with friendly_errors():
+        start.use_threads(threads)
+        folder = out or _beside(runs[-1], "mean")
+        result = averages.average(runs, folder, start.Options(quiet=quiet or as_json), data_dir)
+    if as_json:
+        print_json(result)
+    else:
+        print_result(folder, result)
+
+
 def _chosen(name: str | None, tune_on: Path | None, changes: dict[str, Any]) -> Recipe:
     if tune_on is not None:
         from headgate.training.onward import onward
@@ -110,9 +132,13 @@ def _chosen(name: str | None, tune_on: Path | None, changes: dict[str, Any]) -> 
 
 def _default_folder(recipe: Recipe | None, tune_on: Path | None) -> Path:
     if tune_on is not None:
-        there = tune_on.resolve()
-        return there.with_name(f"{there.name}-on")
+        return _beside(tune_on, "on")
     return Path("runs") / (f"{recipe.name}-{recipe.target}-s{recipe.seed}" if recipe is not None else "custom")
+
+
+def _beside(run: Path, word: str) -> Path:
+    there = run.resolve()
+    return there.with_name(f"{there.name}-{word}")
 
 
 def print_result(folder: Path, result: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ is told to write there.
 
 from __future__ import annotations
 
-import json
 import shlex
 import tempfile
 import warnings
@@ -37,7 +36,7 @@ from headgate.inference.shrink import with_folded_batchnorm
 from headgate.storage import load, save
 from headgate.training.loop import EVAL_BATCH, measure
 from headgate.training.prepare import Start, data_of, start_of, with_data_in
-from headgate.training.run import BEFORE, NETWORKS, RESULT, is_done, measured, recipe_in
+from headgate.training.run import BEFORE, NETWORKS, is_done, measured, recipe_in, result_in
 from headgate.training.team import Team
 
 TIMED_IMAGES = 60
@@ -62,10 +61,8 @@ def _title(name: str, folder: Path) -> str:
 
 def _start(folder: Path) -> Start:
     """For what needs no data but the shape of an image, which a finished run has written down."""
-    recipe, result = recipe_in(folder), folder / RESULT
-    if result.is_file():
-        return start_of(recipe, tuple(json.loads(result.read_text(encoding="utf-8"))["input_shape"]))
-    return start_of(recipe, data_of(recipe).shape)
+    recipe = recipe_in(folder)
+    return start_of(recipe, tuple(result_in(folder)["input_shape"]) if is_done(folder) else data_of(recipe).shape)
 
 
 def network(folder: Path, name: str, start: Start) -> nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import LOG_NAME, read_log
 from headgate.training.prepare import with_data_in
 from headgate.training.recipe import PLACES, Recipe, overridden
-from headgate.training.run import BEFORE, DECIDED, DENSE, GATED, RESULT, TRAINED, is_done, last_file, recipe_in
+from headgate.training.run import BEFORE, DECIDED, DENSE, GATED, RESULT, TRAINED, last_file, recipe_in, result_in
 
 FIELDS = (
     "tune_epochs", "tune_lr", "tune_schedule", "step_epochs", "momentum", "weight_decay", "batch_size",
@@ -30,11 +30,7 @@ FIELDS = (
 
 def onward(earlier: Path, changes: Mapping[str, Any]) -> Recipe:
     """The recipe of a run that tunes on what `earlier` made; images come in another order than there."""
-    recipe = recipe_in(earlier)
-    if not is_done(earlier):
-        raise FileError(f"{earlier} is not finished: go on with it first, by `headgate train --resume {earlier}`")
-    if recipe.exits or not (recipe.gate_epochs and (earlier / last_file(recipe)).exists()):
-        raise HeadgateError(f"{earlier} has no network to tune on: only shrunk and conditional ones can be")
+    recipe = recipe_of_finished(earlier)
     given = {name: value for name, value in changes.items() if value is not None}
     if useless := [name for name in given if name not in FIELDS]:
         raise HeadgateError(
@@ -47,25 +43,41 @@ def onward(earlier: Path, changes: Mapping[str, Any]) -> Recipe:
     return changed
 
 
+def recipe_of_finished(earlier: Path) -> Recipe:
+    """The recipe of a run that has come to its end, with a network whose gates are decided."""
+    recipe = recipe_in(earlier)
+    result_in(earlier)
+    if recipe.exits or not (recipe.gate_epochs and (earlier / last_file(recipe)).exists()):
+        raise HeadgateError(f"{earlier} has no network to go on with: only shrunk and conditional ones can be")
+    return recipe
+
+
 def take_over(folder: Path, earlier: Path, recipe: Recipe) -> None:
     """Fill a new run's folder with what another one left, at the start of its last phase."""
-    result = json.loads((earlier / RESULT).read_text(encoding="utf-8"))
-    kept = [entry for entry in read_log(earlier / LOG_NAME) if entry.get("phase") != "tune" and entry["kind"] != "end"]
-    lines = "".join(json.dumps(entry) + "\n" for entry in kept).encode()
+    inherit(folder, earlier, {last_file(recipe): DECIDED, RESULT: BEFORE}, lambda entry: entry.get("phase") != "tune")
+    set_out(folder, earlier, recipe, "tune", result_in(earlier)["seconds"])
+
+
+def inherit(folder: Path, earlier: Path, files: Mapping[str, str], keep: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Copy another run's networks up to the gates, `files` under their new names, and the part of its log to keep."""
+    kept = [entry for entry in read_log(earlier / LOG_NAME) if keep(entry) and entry["kind"] != "end"]
     try:
         for name in (DENSE, TRAINED, GATED):
             if name != TRAINED or (earlier / name).exists():
                 shutil.copyfile(earlier / name, folder / name)
-        shutil.copyfile(earlier / last_file(recipe), folder / DECIDED)
-        shutil.copyfile(earlier / RESULT, folder / BEFORE)
-        (folder / LOG_NAME).write_bytes(lines)
+        for name, new in files.items():
+            shutil.copyfile(earlier / name, folder / new)
+        (folder / LOG_NAME).write_bytes("".join(json.dumps(entry) + "\n" for entry in kept).encode())
     except OSError as error:
         raise FileError(f"{earlier} can't be copied to {folder} ({error}): nothing is lost, begin again") from error
+
+
+def set_out(folder: Path, earlier: Path, recipe: Recipe, phase: str, seconds: Mapping[str, float]) -> None:
+    """The checkpoint of a run that begins with a later phase than the first."""
     images = checkpoints.read_checkpoint(earlier).rest.get("conditions", {}).get("images")
     conditions = {} if images is None else {"images": images}
+    position = (folder / LOG_NAME).stat().st_size
     checkpoints.write_checkpoint(
         folder,
-        checkpoints.Checkpoint(
-            "tune", 0, recipe.to_json(), result["seconds"], len(lines), rest={"conditions": conditions}
-        ),
+        checkpoints.Checkpoint(phase, 0, recipe.to_json(), dict(seconds), position, rest={"conditions": conditions}),
     )

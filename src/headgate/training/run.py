@@ -59,6 +59,8 @@ NETWORKS = {
 RECIPE, RESULT = "recipe.json", "result.json"
 BEFORE = "before.json"
 """The result of the run whose network this one tunes on, if it does."""
+AVERAGED = "averaged.json"
+"""The results of the runs whose networks' mean this one is, if it is."""
 DONE = "done"
 """Where a checkpoint stands when all phases are over."""
 
@@ -244,8 +246,9 @@ class Run:
         }  # fmt: skip
         if table is not None:
             result["exits"] = asdict(table)
-        if (self.folder / BEFORE).exists():
-            result["before"] = json.loads((self.folder / BEFORE).read_text(encoding="utf-8"))
+        for file, name in ((BEFORE, "before"), (AVERAGED, "averaged")):
+            if (self.folder / file).exists():
+                result[name] = json.loads((self.folder / file).read_text(encoding="utf-8"))
         self.journal.note("end", {key: result[key] for key in ("accuracy", "macs_fraction", "seconds")})
         if self.team.main:
             try:
@@ -387,6 +390,15 @@ def recipe_in(folder: Path) -> Recipe:
         return Recipe.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, TypeError) as error:
         raise FileError(f"{path} is damaged ({error})") from error
+
+
+def result_in(folder: Path) -> dict[str, Any]:
+    """The result of a run that must have come to its end."""
+    if not is_done(folder):
+        raise FileError(f"{folder} is not finished: go on with it first, by `headgate train --resume {folder}`")
+    found = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
 
 
 def is_begun(folder: Path) -> bool:

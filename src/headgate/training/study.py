@@ -36,7 +36,7 @@ from headgate.training.journal import LOG_NAME, read_log
 from headgate.training.loop import EVAL_BATCH
 from headgate.training.prepare import Start
 from headgate.training.recipe import Recipe
-from headgate.training.run import NETWORKS, RESULT, recipe_in
+from headgate.training.run import NETWORKS, RESULT, recipe_in, result_in
 
 FORMAT = "headgate-study-1"
 FILE = "study.json"
@@ -81,8 +81,7 @@ def study(folder: Path, look: Look | None = None, data_dir: str | None = None) -
 
 def _result(folder: Path) -> dict[str, Any]:
     """The run's own result, without its recipe: that stands beside it, without paths."""
-    found: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    return {name: value for name, value in found.items() if name != "recipe"}
+    return {name: value for name, value in result_in(folder).items() if name != "recipe"}
 
 
 def _changed(recipe: Recipe) -> dict[str, Any]:
