@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from headgate.errors import HeadgateError
+from headgate.graph.macs import macs_by_layer
+from headgate.models.names import load_named
 from headgate.training.recipe import RECIPES, Recipe, learning_rate, overridden, recipe_named
 
 
@@ -24,6 +27,30 @@ def test_the_papers_imagenet_schedule(depth: int) -> None:
     assert (recipe.batch_size, recipe.epochs, recipe.weight_decay) == (256, 100, 1e-4)
     rates = [recipe.lr("gates", epoch * 10, 10) for epoch in (0, 29, 30, 60, 90)]
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.001, 0.0001])
+
+
+@pytest.mark.parametrize("depth", [50, 101])
+def test_the_published_rates_of_aig(depth: int) -> None:
+    """One for each block, and a target that is what such a network costs."""
+    recipe = recipe_named(f"imagenet-resnet{depth}-aig")
+    named = load_named(recipe.model)
+    by_layer = macs_by_layer(named.model, named.example_input)
+    blocks = [name for name, _ in named.model.named_modules() if re.fullmatch(r"layer\d\.\d+", name)]
+    rates = recipe.rates()
+    assert isinstance(rates, list) and len(rates) == len(blocks)
+    closed = 0.0
+    for block, rate in zip(blocks, rates, strict=True):
+        inside = [macs for name, macs in by_layer.items() if name.startswith(f"{block}.") and "downsample" not in name]
+        closed += (1 - rate) * sum(inside)
+    assert 1 - closed / sum(by_layer.values()) == pytest.approx(float(recipe.target), abs=0.005)
+    assert recipe_named("imagenet-resnet18-aig").rates() is None, "its gates are all asked for the target"
+
+
+def test_one_rate_or_several() -> None:
+    gates = dataclasses.replace(RECIPES["digits-static"], loss="per_gate", granularity="layer")
+    assert dataclasses.replace(gates, rate="0.3").rates() == 0.3
+    assert dataclasses.replace(gates, rate="1, 0.25").rates() == [1, 0.25]
+    assert dataclasses.replace(gates, rate=0.3).rates() == 0.3, "as recipes were saved once"  # type: ignore[arg-type]
 
 
 def test_a_recipe_survives_json() -> None:
@@ -50,6 +77,7 @@ def test_an_unknown_recipe_is_answered_with_a_guess() -> None:
     [
         ("gate_epochs", -1), ("batch_size", 0), ("ramp", 1.5), ("tune_lr", float("nan")), ("gate_schedule", "linear"),
         ("budget", "none"), ("precision", "fp8"), ("distill", -0.1), ("step_epochs", 0), ("momentum", 3.0),
+        ("rate", "0.5,1.5"), ("rate", "half"), ("rate", "0.5,"),
     ],
 )  # fmt: skip
 def test_nonsense_is_refused_by_name(field: str, value: object) -> None:
@@ -60,7 +88,7 @@ def test_nonsense_is_refused_by_name(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("other", "field", "value"),
     [
-        ({}, "teacher", "x=y.safetensors"), ({}, "distill_temperature", 2.0), ({}, "rate", 0.3), ({}, "static", ("conv1",)),
+        ({}, "teacher", "x=y.safetensors"), ({}, "distill_temperature", 2.0), ({}, "rate", "0.3"), ({}, "static", ("conv1",)),
         ({"kind": "dynamic"}, "squeeze_below", 0.02), ({"budget": "paper"}, "ramp", 0.1),
         ({"loss": "per_gate"}, "ramp", 0.1), ({"loss": "per_gate"}, "budget_weight", 7.0),
     ],

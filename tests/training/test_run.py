@@ -416,7 +416,7 @@ def test_a_resumed_epoch_is_reported_whole(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_layer_gates_and_the_per_gate_loss_run_too(tmp_path: Path) -> None:
-    result = run(tmp_path / "run", granularity="layer", loss="per_gate", rate=0.3, target="0.75")
+    result = run(tmp_path / "run", granularity="layer", loss="per_gate", rate="0.3", target="0.75")
     assert result["macs_fraction"]["shrunk"] <= 0.75
 
 

@@ -86,7 +86,7 @@ def gated_of(model: nn.Module, example: Tensor, recipe: Recipe, steps: int) -> G
         "kind": recipe.kind, "granularity": granularity_named(recipe.granularity), "loss": recipe.loss,
         "static": recipe.static,
         "stream": None if recipe.stream == "auto" else recipe.stream,
-        "rates": recipe.rate, "initial_probability": recipe.initial_probability, "temperature": recipe.temperature,
+        "rates": recipe.rates(), "initial_probability": recipe.initial_probability, "temperature": recipe.temperature,
         "hard": recipe.hard, "backward": recipe.backward,
     }  # fmt: skip
     return gate(model, example, target=share, frozen=recipe.frozen, budget=budget, **options)

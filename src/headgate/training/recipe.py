@@ -85,7 +85,9 @@ class Recipe:
     frozen: tuple[str, ...] = about("Modules to leave alone.", ())
     static: tuple[str, ...] = about("Modules whose gates stay static where the kind is dynamic.", ())
     loss: str = about("Cost loss: macs, activation or per_gate.", "macs")
-    rate: float | None = about("Target rate of every gate, for the per_gate loss (default: the target).", None)
+    rate: str | None = about(
+        "Target rate of gates, for the per_gate loss: one, or 1,0.8,… (default: the target).", None
+    )
     budget: str = about("control: ramp, integral and scaled gradient; paper: the plain squared distance.", "control")
     budget_weight: float = about("Weight of the squared distance to the target of the moment.", 50.0)
     ramp: float = about("Share of the gate phase over which the target comes down.", 0.6)
@@ -146,6 +148,7 @@ class Recipe:
             if getattr(self, other) in values:
                 where = f"left out with {other}={getattr(self, other)}, which does not look at it"
                 _check(getattr(self, name) == usual[name], self, name, where)
+        self.rates()
         _check(self.momentum < 1, self, "momentum", "below 1")
         for name in ("classifier_weight", "classifier_scale"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
@@ -163,6 +166,17 @@ class Recipe:
     def epochs(self) -> int:
         """Epochs of all phases."""
         return sum(self.epochs_of(phase) for phase in PHASES)
+
+    def rates(self) -> float | list[float] | None:
+        """The target rate of all masks, or one for each."""
+        if self.rate is None:
+            return None
+        try:
+            found = [float(word) for word in str(self.rate).split(",")]
+        except ValueError:
+            found = [math.nan]
+        _check(all(0 <= each <= 1 for each in found), self, "rate", "a share, or several with commas between")
+        return found if len(found) > 1 else found[0]
 
     def lr(self, phase: PhaseName, step: int, steps_an_epoch: int) -> float:
         """Learning rate of the weights at a step of a phase."""
@@ -222,15 +236,24 @@ _IMAGENET = Recipe(
 )  # fmt: skip
 
 
+_AIG = {
+    "imagenet-resnet50": {"rate": "1,1,0.8,1,0.5,0.5,0.5,1,0.5,0.5,0.5,0.5,0.5,1,0.7,1", "target": "0.76"},
+    "imagenet-resnet101": {"rate": ",".join(["1"] * 8 + ["0.5"] * 25), "target": "0.65"},
+}
+"""AIG's published target rates of blocks at t = 0.5, and the MACs that a network has in which blocks are as often open;
+its other networks ask every block for t."""
+
+
 def _of_every_kind(recipe: Recipe) -> list[Recipe]:
     """Pruning, conditional computation, and AIG: whole blocks that start alike, each with a target rate of its own."""
+    blocks = {"granularity": "layer", "loss": "per_gate", "prime_batches": 0, **_AIG.get(recipe.name, {})}
     dynamic = {"kind": "dynamic", "gate_epochs": recipe.epochs * 3 // 5, "tune_epochs": recipe.epochs * 2 // 5}
     if not recipe.tune_epochs:
         dynamic = {"kind": "dynamic"}
     return [
         replace(recipe, name=f"{recipe.name}-static"),
         replace(recipe, name=f"{recipe.name}-dynamic", **dynamic),  # type: ignore[arg-type]
-        replace(recipe, name=f"{recipe.name}-aig", granularity="layer", loss="per_gate", prime_batches=0, **dynamic),  # type: ignore[arg-type]
+        replace(recipe, name=f"{recipe.name}-aig", **blocks, **dynamic),  # type: ignore[arg-type]
     ]
 
 
