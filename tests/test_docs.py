@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import headgate
+from headgate.cli import app
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -23,27 +25,33 @@ def blocks(page: Path, language: str | None = None) -> list[tuple[str, str]]:
     return [(kind, text) for kind, text in found if language in (None, kind)]
 
 
-def carried_out(words: list[str], folder: Path) -> str:
+def carried_out(program: str, folder: Path) -> str:
+    words = [sys.executable, "-c", program]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert done.returncode == 0, f"{program}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
 
-def test_the_tutorial_works_from_its_first_line_to_its_last(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("default")
+def test_the_tutorial_works_from_its_first_line_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands in this process: a dozen times torch to import would take longer than most of them."""
+    monkeypatch.chdir(tmp_path)
     said = []
     for kind, text in blocks(ROOT / "docs" / "tutorial.md"):
         if kind == "console":
             for line in text.strip().splitlines():
                 program, *words = shlex.split(line)
                 assert program == "headgate"
-                said.append(carried_out([sys.executable, "-m", "headgate", *words], tmp_path))
+                done = CliRunner().invoke(app, words)
+                assert done.exit_code == 0, f"{line}\n{done.output[-2000:]}\n{done.exception}"
+                said.append(done.stdout)
         else:
             assert kind == "python"
             file = re.match(r"# (\w+\.py)\n", text)
             if file:
                 (tmp_path / file[1]).write_text(text, encoding="utf-8")
             else:
-                said.append(carried_out([sys.executable, "-c", text], tmp_path))
+                said.append(carried_out(text, tmp_path))
     assert (tmp_path / "report.html").stat().st_size > 100_000 and (tmp_path / "small.onnx").is_file()
     macs = next(re.fullmatch(r"([\d,]+) of ([\d,]+) MACs\n", text) for text in said if text.endswith(" MACs\n"))
     assert macs is not None
@@ -55,23 +63,18 @@ def test_the_tutorial_works_from_its_first_line_to_its_last(tmp_path: Path) -> N
 def test_options_of_commands_on_every_page_exist(page: Path) -> None:
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
     for command, rest in re.findall(
-        r"(?:^|[`$ ])headgate (train|evaluate|shrink|bench|report|inspect|data|demo)\b([^\n`]*)", text
+        r"(?:^|[`$ ])headgate (train|average|evaluate|shrink|bench|report|inspect|data|demo)\b([^\n`]*)", text
     ):
         told = help_of(command)
         for option in re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", rest.split("#")[0]):
             assert option in told, f"{page.name}: headgate {command} has no {option}"
 
 
-HELP: dict[str, str] = {}
-
-
+@cache
 def help_of(command: str) -> str:
-    if command not in HELP:
-        words = [sys.executable, "-m", "headgate", command, "--help"]
-        wide = {**os.environ, "COLUMNS": "250", "TERMINAL_WIDTH": "250"}
-        done = subprocess.run(words, capture_output=True, text=True, env=wide, check=True)
-        HELP[command] = done.stdout
-    return HELP[command]
+    done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "250", "TERMINAL_WIDTH": "250"})
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -17,7 +17,13 @@ from tests.networks import NETWORKS, example
 from tests.oracle import Net, independent_macs, weightless
 
 models = import_torchvision().models
-CLASSIFIERS = models.list_models(module=models)
+CLASSIFIERS = [
+    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3",
+    "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18",
+    "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_0", "swin_t", "swin_v2_t", "vgg11", "vgg11_bn",
+    "vit_b_16", "wide_resnet50_2",
+]  # fmt: skip
+"""The smallest of every family, and bottlenecks; `benchmarks/coverage.py` counts all of them."""
 
 BY_HAND: list[tuple[str, nn.Module, tuple[int, ...], int]] = [
     ("convolution", nn.Conv2d(3, 8, 3), (3, 10, 12), 8 * 10 * 8 * 3 * 9),

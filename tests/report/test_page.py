@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from headgate.analysis.plots import _named_layers, pictures_of, svg, trade_off, 
 from headgate.analysis.published import PUBLISHED, published_for
 from headgate.analysis.report import command, page
 from headgate.cli import app
+from headgate.training import start
+from headgate.training.recipe import Recipe, without_places
+from headgate.training.run import recipe_in
 from headgate.training.study import _without_folders
 from tests.training.runs import TINY
 
@@ -168,12 +172,18 @@ def test_a_run_that_has_not_ended_has_a_page_too(studies: Studies) -> None:
     assert "not finished" in text and 'id="slider"' not in text
 
 
-def test_the_command_repeats_the_run(studies: Studies) -> None:
-    for found in studies.values():
+def test_the_command_repeats_the_run(
+    studies: Studies, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Recipe] = []
+    monkeypatch.setattr(start, "dry_run", lambda folder, recipe, places: asked.append(recipe))
+    for name, found in studies.items():
         words = shlex.split(command(found))
         assert words[:2] == ["headgate", "train"]
         result = CliRunner().invoke(app, [*words[1:], "--model", TINY, "--dry-run"])
         assert result.exit_code == 0, result.output
+        run = recipe_in(folders[name])
+        assert without_places(asked[-1]) == without_places(replace(run, name=asked[-1].name))
     assert [words[n + 1] for n, word in enumerate(words) if word == "--exits"] == ["layer1", "layer2"]
 
 
