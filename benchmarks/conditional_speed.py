@@ -32,8 +32,9 @@ import headgate
 from headgate.analysis.measure import Timing, module_call, ratio, time_interleaved, torch_threads
 from headgate.analysis.records import write_record
 from headgate.gates.dynamic import GateNetwork
-from headgate.inference.compact import CompactModel, GateSite
+from headgate.inference.compact import CompactModel
 from headgate.inference.kernel.prepared import Conv
+from headgate.inference.lowering.masks import GateSite
 from headgate.models.names import load_named
 
 QUESTION = "How fast is a network that computes only the open channels of each image, against all dense alternatives?"

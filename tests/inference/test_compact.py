@@ -15,10 +15,12 @@ import headgate
 from headgate.errors import HeadgateError, NotDecided, ShrinkMismatch
 from headgate.gates.dynamic import GateNetwork
 from headgate.inference import compact as compact_module
-from headgate.inference.compact import ALWAYS, DEPENDS, NEVER, GateSite, gates_over_all_images
 from headgate.inference.export import export_onnx
 from headgate.inference.kernel import native
 from headgate.inference.kernel.prepared import Conv
+from headgate.inference.lowering import rewrite
+from headgate.inference.lowering.fate import ALWAYS, DEPENDS, NEVER, gates_over_all_images
+from headgate.inference.lowering.masks import GateSite
 from headgate.models import cifar_resnet20
 from tests.gates.test_dynamic import opinionated_, sites_of, two_blocks
 from tests.networks import NETWORKS, conv, example
@@ -212,7 +214,7 @@ def test_what_can_not_be_compact_is_told() -> None:
 
 def test_a_wrong_compact_network_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gated = opinionated(two_blocks, randn(1, 3, 8, 8))
-    monkeypatch.setattr(compact_module, "fuse_conv_bn_weights", lambda w, b, *rest: (w, torch.zeros(len(w))))
+    monkeypatch.setattr(rewrite, "fuse_conv_bn_weights", lambda w, b, *rest: (w, torch.zeros(len(w))))
     with pytest.raises(ShrinkMismatch, match="the compact network"):
         gated.compact()
 
