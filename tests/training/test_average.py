@@ -15,6 +15,7 @@ from headgate.training.average import average, mean_of, time_of
 from headgate.training.onward import onward
 from headgate.training.run import RESULT, result_in
 from headgate.training.start import Interrupted, go
+from headgate.training.study import Look, study
 from tests.training.runs import QUIET, run, same_weights
 from tests.training.tiny import make
 
@@ -78,6 +79,13 @@ def test_it_is_a_run_like_any_other(first: Path, second: Path, mean: Path) -> No
     assert onward(mean, {"tune_epochs": 1}).tune_epochs == 1
 
 
+def test_a_report_tells_how_it_came_about_and_no_folder(mean: Path) -> None:
+    found = study(mean, Look(images=20, rounds=1, batches=(1,), threads=1))
+    assert [line.split()[1] for line in found["command"].splitlines()] == ["train", "train", "average"]
+    assert str(mean.parent) not in json.dumps(found)
+    assert found["result"]["averaged"][1]["before"]["recipe"] == found["result"]["averaged"][0]["recipe"]
+
+
 def test_the_same_runs_have_the_same_mean(first: Path, second: Path, mean: Path, tmp_path: Path) -> None:
     words = ["average", str(first), str(second), "--out", str(tmp_path / "again"), "--json", "--threads", "1"]
     done = CliRunner().invoke(app, words)
@@ -112,6 +120,9 @@ def test_what_has_no_mean(first: Path, second: Path, tmp_path: Path) -> None:
         average([first, second], first, QUIET)
     run(tmp_path / "other", seed=5)
     with pytest.raises(HeadgateError, match=r"other gates: only runs that were tuned on"):
+        average([tmp_path / "other", second], tmp_path / "mean", QUIET)
+    (tmp_path / "other" / "gated.safetensors").unlink()
+    with pytest.raises(FileError, match=r"gated\.safetensors can't be read"):
         average([tmp_path / "other", second], tmp_path / "mean", QUIET)
     (tmp_path / "other" / RESULT).unlink()
     with pytest.raises(FileError, match="not finished"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -72,24 +71,9 @@ def provenance(study: Study) -> dict[str, Any]:
     result = study.get("result") or {}
     known = ("versions", "cpu", "threads", "processes", "measured_on", "images", "seconds")
     trained = {name: result[name] for name in known if name in result}
-    return {"command": command(study), "trained": trained} | (
+    return {"command": study["command"], "trained": trained} | (
         {"looked": study["looked"]} if "looked" in study else {}
     )  # fmt: skip
-
-
-def command(study: Study) -> str:
-    """A command line that repeats the run, where its files are at hand."""
-    words = ["headgate", "train"]
-    for name, value in study["recipe"].items():
-        flag = "--" + name.replace("_", "-")
-        if name == "name":
-            continue
-        if isinstance(value, bool):
-            words.append(flag if value else "--no-" + flag[2:])
-        else:
-            for each in value if isinstance(value, (list, tuple)) else [value]:
-                words += [flag, str(each)]
-    return shlex.join(words)
 
 
 # ------------------------------------------------------------------------------------------------------ sections

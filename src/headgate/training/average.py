@@ -47,7 +47,7 @@ def _checked(runs: Sequence[Path]) -> Recipe:
     if len({run.resolve() for run in runs}) < max(2, len(runs)):
         raise HeadgateError("a mean takes at least two runs, each of them once")
     recipes = [recipe_of_finished(run) for run in runs]
-    gates = [(run / GATED).read_bytes() for run in runs]
+    gates = [_bytes_of(run / GATED) for run in runs]
     for run, recipe, bytes_ in zip(runs, recipes, gates, strict=True):
         if recipe.kind != recipes[-1].kind or bytes_ != gates[-1]:
             raise HeadgateError(
@@ -55,6 +55,13 @@ def _checked(runs: Sequence[Path]) -> Recipe:
                 "(`headgate train --tune-on`) have a mean"
             )
     return recipes[-1]
+
+
+def _bytes_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise FileError(f"{file} can't be read ({error}): by it runs of the same gates are known") from error
 
 
 @torch.no_grad()

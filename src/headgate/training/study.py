@@ -8,7 +8,6 @@ nothing. Knows nothing of pages or plots.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -36,9 +35,10 @@ from headgate.training.journal import LOG_NAME, read_log
 from headgate.training.loop import EVAL_BATCH
 from headgate.training.prepare import Start
 from headgate.training.recipe import Recipe
+from headgate.training.repeat import commands, shown, without_folders
 from headgate.training.run import NETWORKS, RESULT, recipe_in, result_in
 
-FORMAT = "headgate-study-1"
+FORMAT = "headgate-study-2"
 FILE = "study.json"
 EXAMPLES = 8
 WORDS = 12
@@ -69,9 +69,11 @@ def study(folder: Path, look: Look | None = None, data_dir: str | None = None) -
     kept = _kept(folder / FILE, state) if finished else None
     if kept is not None:
         return kept | name
-    found: dict[str, Any] = {"format": FORMAT, "state": state, "recipe": _changed(recipe), "log": _log(folder), **name}
-    found |= {"model": _without_folders(recipe.model), "data": _without_folders(recipe.data), "target": recipe.target}
-    found |= {"kind": "exits" if recipe.exits else recipe.kind, "result": _result(folder) if finished else None}
+    result = result_in(folder) if finished else None
+    found: dict[str, Any] = {"format": FORMAT, "state": state, "recipe": shown(recipe), "log": _log(folder), **name}
+    found |= {"model": without_folders(recipe.model), "data": without_folders(recipe.data), "target": recipe.target}
+    found |= {"kind": "exits" if recipe.exits else recipe.kind, "command": "\n".join(commands(recipe, result))}
+    found["result"] = result and _shown_result(result)
     if finished:
         found |= _looked(folder, look, data_dir) if recipe.gate_epochs else {}
         with suppress(OSError):  # a folder that can't be written to is looked at again next time
@@ -79,24 +81,18 @@ def study(folder: Path, look: Look | None = None, data_dir: str | None = None) -
     return found
 
 
-def _result(folder: Path) -> dict[str, Any]:
-    """The run's own result, without its recipe: that stands beside it, without paths."""
-    return {name: value for name, value in result_in(folder).items() if name != "recipe"}
+def _shown_result(result: dict[str, Any]) -> dict[str, Any]:
+    """A run's result without its recipe, which stands beside it; those it began with have theirs, without folders."""
+    found = {name: value for name, value in result.items() if name != "recipe"}
+    if "before" in found:
+        found["before"] = _with_recipe(found["before"])
+    if "averaged" in found:
+        found["averaged"] = [_with_recipe(each) for each in found["averaged"]]
+    return found
 
 
-def _changed(recipe: Recipe) -> dict[str, Any]:
-    """The fields that are not as they are by default, and no folders of this machine."""
-    default = Recipe().to_json()
-    changed = {name: value for name, value in recipe.to_json().items() if value != default[name]}
-    for name in ("model", "weights", "data", "data_dir", "teacher"):
-        if isinstance(changed.get(name), str):
-            changed[name] = _without_folders(changed[name])
-    return changed
-
-
-def _without_folders(text: str) -> str:
-    """`folder:/a/b`, `/a/b.py:make` and `net=/a/b` with the last name of the path alone."""
-    return re.sub(r"/?(?:[^/:=]+/)+", "", text)
+def _with_recipe(result: dict[str, Any]) -> dict[str, Any]:
+    return {"recipe": shown(Recipe.from_json(result["recipe"])), **_shown_result(result)}
 
 
 def _state(folder: Path, look: Look) -> dict[str, Any]:
