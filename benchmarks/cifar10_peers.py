@@ -39,7 +39,7 @@ from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import AnyJournal, Journal
 from headgate.training.loop import EVAL_BATCH, Interrupted, Phase, Surroundings, Totals, accuracy, begin, run_phase
 from headgate.training.prepare import data_of, start_of
-from headgate.training.recipe import PHASES, PhaseName, Recipe, overridden, recipe_named
+from headgate.training.recipe import CHOICES, PHASES, PhaseName, Recipe, overridden, recipe_named
 from headgate.training.run import RECIPE, RESULT, SMALL, Run, create_folder
 from headgate.training.team import Team
 
@@ -96,6 +96,7 @@ def _options() -> Namespace:
     made.add_argument("--target", type=float, default=0.5, help="share of the MACs")
     made.add_argument("--validation", type=int, default=0, help="training images to hold out and measure on")
     made.add_argument("--threads", type=int, default=2)
+    made.add_argument("--precision", choices=CHOICES["precision"], default="no", help="of all training steps")
     made.add_argument("--compile", action="store_true", help="torch.compile the phases without gates")
     made.add_argument("--checkpoint-seconds", type=float, default=60.0)
     made.add_argument("--out", type=Path, help="folder of the cells; runs/cifar10_peers if not given")
@@ -127,7 +128,7 @@ def recipe_for(method: str, seed: int, options: Namespace) -> Recipe:
     recipe = replace(
         recipe_named(START), name=method, weights=options.weights, data_dir=options.data_dir, seed=seed,
         target=f"{options.target:g}", validation=options.validation, compile=options.compile,
-        **_phases(base, options), **OURS.get(base, {}),
+        precision=options.precision, **_phases(base, options), **OURS.get(base, {}),
     )  # fmt: skip
     if base in PRUNERS and options.tune_lr is not None:
         recipe = replace(recipe, tune_lr=options.tune_lr)
@@ -222,7 +223,7 @@ def _carry_out(options: Namespace) -> None:
     for cell in cells:
         _check(cell)
     data = _quick_data(cells[0].recipe) if options.quick else data_of(cells[0].recipe)
-    team = Team()
+    team = Team(options.precision)
     try:
         with _stop_signals() as wants_stop:
             for cell in cells:

@@ -60,6 +60,7 @@ def earlier_runs(result: dict[str, Any], last: str) -> list[dict[str, Any]]:
     found = []
     while result := result.get("before", {}):
         found.append(reached(result, last))
+        found += result.get("adopted", {}).get("before", [])
     return found
 
 

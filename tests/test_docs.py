@@ -63,7 +63,7 @@ def test_the_tutorial_works_from_its_first_line_to_its_last(tmp_path: Path, monk
 def test_options_of_commands_on_every_page_exist(page: Path) -> None:
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
     for command, rest in re.findall(
-        r"(?:^|[`$ ])headgate (train|average|evaluate|shrink|bench|report|inspect|data|demo)\b([^\n`]*)", text
+        r"(?:^|[`$ ])headgate (train|average|zoo|evaluate|shrink|bench|report|inspect|data|demo)\b([^\n`]*)", text
     ):
         told = help_of(command)
         for option in re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", rest.split("#")[0]):

@@ -45,8 +45,8 @@ def zoo_entries() -> dict[str, ZooEntry]:
     return entries
 
 
-def zoo(name: str) -> nn.Module:
-    """The trained network called `name`, in eval mode; `zoo_entries()` lists them with their records."""
+def zoo_entry(name: str) -> ZooEntry:
+    """The file and the record of the trained network called `name`."""
     entries = zoo_entries()
     if name not in entries:
         close = difflib.get_close_matches(name, entries, 3, 0.4)
@@ -54,5 +54,10 @@ def zoo(name: str) -> nn.Module:
         raise HeadgateError(
             f"the zoo has no {name!r}: " + (f"did you mean {close[0]!r}?" if close else f"it has {there}")
         )
-    entry = entries[name]
+    return entries[name]
+
+
+def zoo(name: str) -> nn.Module:
+    """The trained network called `name`, in eval mode; `zoo_entries()` lists them with their records."""
+    entry = zoo_entry(name)
     return load(entry.path, build(entry.record["model"])).eval()

@@ -16,7 +16,7 @@ from headgate.cli.common import friendly_errors
 from headgate.cli.inspect import inspect
 from headgate.cli.report import report
 from headgate.cli.runs import bench, evaluate, shrink
-from headgate.cli.train import average, data, recipes, train
+from headgate.cli.train import average, data, recipes, train, zoo
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,5 +54,5 @@ def demo(
         run(out, seed=seed, quick=quick)
 
 
-for command in (inspect, train, average, recipes, evaluate, shrink, bench, report, data):
+for command in (inspect, train, average, zoo, recipes, evaluate, shrink, bench, report, data):
     app.command()(command)

@@ -1,4 +1,4 @@
-"""`headgate train`, `average`, `recipes` and `data`: from a recipe and a data set to a run's folder.
+"""`headgate train`, `average`, `zoo`, `recipes` and `data`: from a recipe and a data set to a run's folder.
 
 Every field of a recipe is an option; the options are made from the fields, so that none can be forgotten.
 """
@@ -120,6 +120,53 @@ def average(
         print_json(result)
     else:
         print_result(folder, result)
+
+
+def zoo(
+    name: Annotated[
+        str | None, typer.Argument(help="One of them, to make a run of; without it they are listed.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME).")] = None,
+    weights: Annotated[str | None, typer.Option(help="Of the dense network it was made from, to compare with.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder that holds its data.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Log, but show nothing.")] = False,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result, or the records, as JSON.")] = False,
+) -> None:
+    """List the trained networks; or make a run of one, to be evaluated, timed, reported and tuned on."""
+    from headgate.trained import zoo_entries, zoo_entry
+    from headgate.training import start
+    from headgate.training.adopt import adopt
+
+    with friendly_errors():
+        if name is None:
+            _list_zoo({each.name: each.record for each in zoo_entries().values()}, as_json)
+            return
+        entry = zoo_entry(name)
+        if weights is None:
+            started = entry.record["recipe"]["weights"] or "of the dense network"
+            raise HeadgateError(
+                f"give --weights, the file that {name} started from ({started}): a run compares with it"
+            )
+        start.use_threads(threads)
+        folder = out or Path("runs") / name
+        result = adopt(folder, entry.path, entry.record, weights, start.Options(quiet=quiet or as_json), data_dir)
+    if as_json:
+        print_json(result)
+    else:
+        print_result(folder, result)
+
+
+def _list_zoo(records: dict[str, dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(records)
+        return
+    rows = [
+        [name, each["model"], each["data"], f"{each['accuracy']:.2%}", f"{each['dense_accuracy']:.2%}",
+         f"{each['macs_fraction']:.2%}"]
+        for name, each in records.items()
+    ]  # fmt: skip
+    print_table("zoo", ["name", "model", "data", "accuracy", "dense", "MACs of dense"], rows)
 
 
 def _chosen(name: str | None, tune_on: Path | None, changes: dict[str, Any]) -> Recipe:

@@ -28,6 +28,7 @@ from headgate.training.distill import Distillation, student_loss
 from headgate.training.journal import AnyJournal
 from headgate.training.mix import Mixture
 from headgate.training.recipe import PHASES, PhaseName, Recipe
+from headgate.training.teacher import answers, compiled_teacher
 from headgate.training.team import Team
 
 EVAL_BATCH = 500
@@ -102,7 +103,7 @@ class Surroundings:
 def begin(name: PhaseName, net: nn.Module, recipe: Recipe, teacher: nn.Module | None = None) -> Phase:
     """A phase at its first step."""
     if teacher is not None and recipe.compile:
-        teacher = _compiled(teacher)
+        teacher = compiled_teacher(teacher)
     return Phase(name, net, make_optimizer(net, name, recipe), teacher)
 
 
@@ -184,11 +185,11 @@ def train_step(
     recipe, team = around.recipe, around.team
     mixture = Mixture.draw(len(images), recipe.mix) if recipe.mix else None
     images = mixture.images(images) if mixture else images
-    answers = _answers(phase.teacher, images, team)
+    taught = _taught(phase.teacher, images, team)
     logits = tensors_in(net(images))[0]
     labels = mixture.labels(labels, logits.shape[1]) if mixture else labels
     distillation = Distillation(recipe.distill, recipe.distill_temperature)
-    task_loss = student_loss(logits, labels, answers, distillation, recipe.label_smoothing)
+    task_loss = student_loss(logits, labels, taught, distillation, recipe.label_smoothing)
     loss = task_loss + phase.net.cost_loss() if isinstance(phase.net, (GatedModel, ExitModel)) else task_loss
     if isinstance(phase.net, ExitModel):
         loss = loss + phase.net.classifier_loss(labels, recipe.label_smoothing)
@@ -261,11 +262,11 @@ def _number(seed: int, phase: PhaseName, *more: int) -> int:
     return int(np.random.SeedSequence([seed, PHASES.index(phase), *more]).generate_state(1)[0])
 
 
-def _answers(teacher: nn.Module | None, images: Tensor, team: Team) -> Tensor | None:
+def _taught(teacher: nn.Module | None, images: Tensor, team: Team) -> Tensor | None:
     if teacher is None:
         return None
     with torch.no_grad(), team.accelerator.autocast():
-        return tensors_in(teacher(images))[0].float()
+        return answers(teacher, images)
 
 
 # -------------------------------------------------------------------------------------------------- evaluation

@@ -22,8 +22,8 @@ from headgate.training.run import BEFORE, DECIDED, DENSE, GATED, RESULT, TRAINED
 
 FIELDS = (
     "tune_epochs", "tune_lr", "tune_schedule", "step_epochs", "momentum", "weight_decay", "batch_size",
-    "label_smoothing", "mix", "distill", "distill_temperature", "teacher", "calibration_batches", "seed", "precision",
-    "compile", *(name for name in PLACES if name != "teacher"),
+    "label_smoothing", "mix", "distill", "distill_temperature", "teacher", "teacher_normalization",
+    "calibration_batches", "seed", "precision", "compile", *(name for name in PLACES if name != "teacher"),
 )  # fmt: skip
 """Fields of a recipe that still matter when the gates are decided."""
 
@@ -60,16 +60,22 @@ def take_over(folder: Path, earlier: Path, recipe: Recipe) -> None:
 
 def inherit(folder: Path, earlier: Path, files: Mapping[str, str], keep: Callable[[Mapping[str, Any]], bool]) -> None:
     """Copy another run's networks up to the gates, `files` under their new names, and the part of its log to keep."""
+    absent = {TRAINED, GATED} if _adopted(result_in(earlier)) else {TRAINED}
     kept = [entry for entry in read_log(earlier / LOG_NAME) if keep(entry) and entry["kind"] != "end"]
     try:
         for name in (DENSE, TRAINED, GATED):
-            if name != TRAINED or (earlier / name).exists():
+            if name not in absent or (earlier / name).exists():
                 shutil.copyfile(earlier / name, folder / name)
         for name, new in files.items():
             shutil.copyfile(earlier / name, folder / new)
         (folder / LOG_NAME).write_bytes("".join(json.dumps(entry) + "\n" for entry in kept).encode())
     except OSError as error:
         raise FileError(f"{earlier} can't be copied to {folder} ({error}): nothing is lost, begin again") from error
+
+
+def _adopted(result: Mapping[str, Any]) -> bool:
+    """Whether the network was trained elsewhere, and its gates were left there."""
+    return "adopted" in result or ("before" in result and _adopted(result["before"]))
 
 
 def set_out(folder: Path, earlier: Path, recipe: Recipe, phase: str, seconds: Mapping[str, float]) -> None:

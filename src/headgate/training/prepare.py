@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headgate.data.sources import DataSet, open_data
+from headgate.data.batches import normalization_named
+from headgate.data.sources import DEFAULT_NORMALIZATION, DataSet, open_data
 from headgate.errors import HeadgateError, ModelError, TargetError
 from headgate.exits.add import add_exits
 from headgate.exits.cascade import ExitModel
@@ -27,6 +28,7 @@ from headgate.graph.macs import count_macs
 from headgate.graph.trace import tensors_in
 from headgate.models.names import load_named
 from headgate.training.recipe import PhaseName, Recipe
+from headgate.training.teacher import Renormalized
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,18 @@ def teacher_of(recipe: Recipe, phase: PhaseName, dense: nn.Module, shape: tuple[
     if recipe.teacher is not None:
         model, weights = _teacher_named(recipe.teacher)
         dense = load_named(model or recipe.model, shape, weights=weights).model
+        dense = _used_to(recipe, dense)
     return dense.eval().requires_grad_(False)
+
+
+def _used_to(recipe: Recipe, teacher: nn.Module) -> nn.Module:
+    """The teacher as it sees images that are normalised for its student."""
+    if recipe.teacher_normalization is None:
+        return teacher
+    if recipe.data == "digits":
+        raise HeadgateError("the digits come normalised, for everybody alike: leave out --teacher-normalization")
+    given = normalization_named(recipe.normalization or DEFAULT_NORMALIZATION)
+    return Renormalized(teacher, given, normalization_named(recipe.teacher_normalization))
 
 
 def check(recipe: Recipe, data: DataSet, dense: nn.Module | None = None) -> None:

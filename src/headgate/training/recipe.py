@@ -46,7 +46,8 @@ OF_CHANNELS = (
 OF_EXITS = ("exit_head", "classifier_weight", "classifier_scale", "train_model")
 SILENT: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("teacher", "distill", (0.0,)), ("distill_temperature", "distill", (0.0,)), ("distill_gates", "distill", (0.0,)),
-    ("squeeze_below", "kind", ("dynamic",)), ("static", "kind", ("static",)), ("rate", "loss", ("macs", "activation")),
+    ("teacher_normalization", "teacher", (None,)), ("squeeze_below", "kind", ("dynamic",)),
+    ("static", "kind", ("static",)), ("rate", "loss", ("macs", "activation")),
     ("budget_weight", "budget", ("paper",)), ("ramp", "budget", ("paper",)),
     ("budget_weight", "loss", ("per_gate",)), ("ramp", "loss", ("per_gate",)),
 )  # fmt: skip
@@ -119,6 +120,7 @@ class Recipe:
     distill: float = about("Weight of the teacher's answers in the loss; 0: no teacher.", 0.0)
     distill_temperature: float = about("At which teacher and student are compared.", 4.0)
     teacher: str | None = about("Another teacher than the dense network: NAME=weights.safetensors.", None)
+    teacher_normalization: str | None = about("Mean and deviation it is used to, if not the student's.", None)
     distill_gates: bool = about("Whether the teacher also speaks in the gate phase.", True)
 
     calibration_batches: int = about("Batches for BatchNorm's statistics after deciding.", 200)
@@ -275,11 +277,13 @@ def _named() -> dict[str, Recipe]:
         recipes += _of_every_kind(
             replace(_IMAGENET, name=f"imagenet-resnet{depth}", model=f"torchvision:resnet{depth}")
         )
-    for model, exits in (("densenet100", ("block1", "block2")), ("resnet56", ("layer1", "layer2"))):
+    for model, exits, pixels in (
+        ("densenet100", ("block1", "block2"), "cifar10"), ("resnet56", ("layer1", "layer2"), None),
+    ):  # fmt: skip
         leaving = replace(
             _CIFAR, name=f"cifar10-{model}-exits", model=f"cifar_{model}", exits=exits, target="0.85", prime_batches=0,
             gate_epochs=20, tune_epochs=0, gate_phase_lr=0.02, gate_schedule="cosine", exit_head="conv",
-            classifier_scale=5.0,
+            classifier_scale=5.0, normalization=pixels,
         )  # fmt: skip
         recipes.append(leaving)
     return {recipe.name: recipe for recipe in recipes}

@@ -33,6 +33,10 @@ class _Commands:
         if "averaged" in result:
             parts = [self.name_of(each) for each in result["averaged"]]
             return self._add(["headgate", "average", *parts], f"{parts[-1]}-mean")
+        if "adopted" in result:
+            name = result["adopted"]["name"]
+            weights = without_folders(result["recipe"]["weights"])
+            return self._add(["headgate", "zoo", name, "--weights", weights], name)
         changed = shown(Recipe.from_json(result["recipe"]))
         if "before" not in result:
             return self._add(["headgate", "train", *_options(changed)], "RUN")

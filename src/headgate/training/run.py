@@ -61,6 +61,8 @@ BEFORE = "before.json"
 """The result of the run whose network this one tunes on, if it does."""
 AVERAGED = "averaged.json"
 """The results of the runs whose networks' mean this one is, if it is."""
+ADOPTED = "adopted.json"
+"""Where the network comes from, if the run was made around a trained one."""
 DONE = "done"
 """Where a checkpoint stands when all phases are over."""
 
@@ -246,7 +248,7 @@ class Run:
         }  # fmt: skip
         if table is not None:
             result["exits"] = asdict(table)
-        for file, name in ((BEFORE, "before"), (AVERAGED, "averaged")):
+        for file, name in ((BEFORE, "before"), (AVERAGED, "averaged"), (ADOPTED, "adopted")):
             if (self.folder / file).exists():
                 result[name] = json.loads((self.folder / file).read_text(encoding="utf-8"))
         self.journal.note("end", {key: result[key] for key in ("accuracy", "macs_fraction", "seconds")})
