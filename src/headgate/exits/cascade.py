@@ -12,13 +12,15 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headgate.errors import HeadgateError, NotDecided, TargetError
+from headgate.errors import FileError, HeadgateError, NotDecided, TargetError
+from headgate.exits.thresholds import EVERYBODY, NOBODY, thresholds
 from headgate.gated import GatedModel, TauPoint
 from headgate.gates.budget import Budget, parse_target
 from headgate.gates.cost import over_processes
@@ -30,8 +32,8 @@ from headgate.inference.calibrate import labelled
 
 # legend of axes: B images, K exits (the last is the model's own), S segments between them, C channels
 
-NOBODY = 1.0
-"""A threshold that no probability is above: such an exit is passed by, its classifier and its gate are not computed."""
+READS = "log probabilities"
+"""What gates are told of their classifier's answer; kept with their weights, which mean nothing without it."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,8 @@ class ExitModel(Passing):
     def wish(self, number: int, x: Tensor, answers: Tensor) -> Tensor:
         """The logit of leaving at exit `number`, for each image: from its mean activations there, and from how sure the
         classifier is, whichever class that is of. The gate learns to read the classifier, which does not learn to be
-        read."""
-        sure_BC = answers.detach().float().softmax(1).sort(1, descending=True).values
+        read. Sureness in logarithms: among images that can leave, probabilities are all 1.0."""
+        sure_BC = answers.detach().float().log_softmax(1).sort(1, descending=True).values
         scale = float(len(self.gates)) if self.budget.scale_gradient else 1.0
         logits: Tensor = self.gates[number](torch.cat([x.float().mean((2, 3)), sure_BC], 1), scale)
         return logits[:, 0]
@@ -448,51 +450,30 @@ class ExitModel(Passing):
     def calibrate(
         self, loader: Iterable[Any], batches: int | None = 200, target: float | str | None = None
     ) -> ExitModel:
-        """Move the thresholds, all to the same tau, so that the loader's images cost at most the target on average.
+        """Move the thresholds so that the loader's images cost at most the target on average, with the fewest wrong
+        answers for it.
 
         `target` is the model's own if not given: one trained cascade serves many budgets.
         """
         return self.calibrate_on(self.watch(loader, batches), target)
 
     def calibrate_on(self, watched: Watched, target: float | str | None = None) -> ExitModel:
-        """The same with images that were watched. An exit that none of them takes goes out of use."""
+        """The same with images that were watched. An exit that does not earn its own cost goes out of use."""
         share = self.target if target is None else parse_target(target, self.dense_macs)
-        used = [True] * len(self.gates)
-        while True:
-            self.taus = self._found(watched, share, used)
-            taken = set(self.exit_of(watched).tolist())
-            idle = [number for number, use in enumerate(used) if use and number not in taken]
-            if not idle:
-                return self
-            for number in idle:
-                used[number] = False
-
-    def _found(self, watched: Watched, share: float, used: Sequence[bool]) -> list[float]:
-        """The highest threshold, the same at all exits in use, under which these images cost at most the target."""
-
-        def taus(tau: float) -> list[float]:
-            return [tau if use else NOBODY for use in used]
-
-        def macs_at(tau: float) -> float:
-            return float(self.macs_of(watched, taus(tau)).mean())
-
-        goal = share * self.dense_macs
-        choices = torch.unique(torch.cat([watched.p_NK.flatten(), torch.tensor([0.0, NOBODY])])).tolist()
-        if macs_at(choices[-1]) <= goal:
-            return taus(choices[-1])  # nobody has to leave
-        if macs_at(-1.0) > goal:
+        least = self._share_of(watched, [EVERYBODY] + [NOBODY] * (len(self.gates) - 1))
+        if share < min(least, 1.0):
             raise TargetError(
                 f"target {share:.3g} can't be reached: if every image leaves at the first exit, "
-                f"{macs_at(-1.0) / self.dense_macs:.3f} of the MACs are needed. "
-                "Choose a higher one, or an earlier exit"
+                f"{least:.3f} of the MACs are needed. Choose a higher one, or an earlier exit"
             )
-        low, high = -1, len(choices) - 1  # the highest threshold that is cheap enough
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if macs_at(choices[middle]) <= goal else (low, middle)
-        if low < 0:
-            return taus(-1.0)
-        return taus((choices[low] + choices[low + 1]) / 2)  # between two images: rounding moves neither across
+        own = [self._own_macs(number) / self.dense_macs for number in range(len(self.gates))]
+        self.taus = thresholds(
+            watched.p_NK, watched.right_NK, watched.segments_NK, own, partial(self._share_of, watched), share
+        )
+        return self
+
+    def _share_of(self, watched: Watched, taus: Sequence[float]) -> float:
+        return float(self.macs_of(watched, taus).mean()) / self.dense_macs
 
     def table(self, loader: Iterable[Any], batches: int | None = None) -> ExitTable:
         """Who leaves where, and how right they are; of the cascade and of the last exit alone."""
@@ -537,10 +518,14 @@ class ExitModel(Passing):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Budget and thresholds, saved with the state dict."""
-        return {"budget": self.budget.state(), "taus": list(self.taus)}
+        return {"budget": self.budget.state(), "taus": list(self.taus), "reads": READS}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on with a saved budget and thresholds."""
+        if state.get("reads") != READS:
+            raise FileError(
+                "the exits' gates are of an earlier headgate, which told them other things: train them again"
+            )
         self.budget.load_state(state["budget"])
         self.taus = list(state["taus"])
 
