@@ -18,43 +18,61 @@
 
 namespace {
 
-constexpr int SUMS = 64;
+constexpr int64_t ROWS = 16;  // planes that a thread takes at a time
 
 // The sum of a plane, in many running sums: quick, and closer to the truth than one.
-HEADGATE_CLONES float sum_of(const float* x, int64_t count) {
+template <int SUMS>
+inline __attribute__((always_inline)) float sum_in(const float* x, int64_t count) {
   float sums[SUMS] = {};
   int64_t p = 0;
   for (; p + SUMS <= count; p += SUMS)
     for (int lane = 0; lane < SUMS; ++lane) sums[lane] += x[p + lane];
-  for (; p + 8 <= count; p += 8)
-    for (int lane = 0; lane < 8; ++lane) sums[lane] += x[p + lane];
   for (int lane = 0; p < count; ++p, ++lane) sums[lane] += x[p];
   for (int step = SUMS / 2; step; step /= 2)
     for (int lane = 0; lane < step; ++lane) sums[lane] += sums[lane + step];
   return sums[0];
 }
 
-// logits = W hidden + b, for the usual number of hidden values at a fixed length.
+// The means of planes [first, last), few running sums for small ones: they have to be added up in the end, too.
+HEADGATE_CLONES void means_of(const float* x, int64_t first, int64_t last, int64_t plane, float* means) {
+  const float share = 1.0f / static_cast<float>(plane);
+  if (plane == 1) {
+    std::memcpy(means + first, x + first, sizeof(float) * (last - first));
+  } else if (plane < 512) {
+    for (int64_t row = first; row < last; ++row) means[row] = sum_in<16>(x + row * plane, plane) * share;
+  } else {
+    for (int64_t row = first; row < last; ++row) means[row] = sum_in<64>(x + row * plane, plane) * share;
+  }
+}
+
+// logits = W hidden + b, with W as (hidden, gates): many gates at a time, their sums in registers.
 HEADGATE_CLONES void head(const float* w, const float* b, const float* hidden, int64_t length, int64_t gates,
                           float* logits) {
-  constexpr int USUAL = 16;
-  if (length == USUAL) {
-    float inner[USUAL];
-    std::memcpy(inner, hidden, sizeof(inner));
-    for (int64_t g = 0; g < gates; ++g) {
-      float products[USUAL];
-      for (int h = 0; h < USUAL; ++h) products[h] = w[g * USUAL + h] * inner[h];
-      for (int step = USUAL / 2; step; step /= 2)
-        for (int h = 0; h < step; ++h) products[h] += products[h + step];
-      logits[g] = b[g] + products[0];
-    }
-    return;
+  constexpr int TOGETHER = 64;
+  int64_t g = 0;
+  for (; g + TOGETHER <= gates; g += TOGETHER) {
+    float sums[TOGETHER];
+    for (int lane = 0; lane < TOGETHER; ++lane) sums[lane] = b[g + lane];
+    for (int64_t h = 0; h < length; ++h)
+      for (int lane = 0; lane < TOGETHER; ++lane) sums[lane] += w[h * gates + g + lane] * hidden[h];
+    std::memcpy(logits + g, sums, sizeof(sums));
   }
-  for (int64_t g = 0; g < gates; ++g) {
+  for (; g < gates; ++g) {
     float sum = b[g];
-    for (int64_t h = 0; h < length; ++h) sum += w[g * length + h] * hidden[h];
+    for (int64_t h = 0; h < length; ++h) sum += w[h * gates + g] * hidden[h];
     logits[g] = sum;
   }
+}
+
+// Open where the logit is above the threshold; whether any is.
+HEADGATE_CLONES bool decide(const float* logits, int64_t gates, float threshold, uint8_t* mask) {
+  int any = 0;
+  for (int64_t g = 0; g < gates; ++g) {
+    const int open = logits[g] > threshold;
+    mask[g] = static_cast<uint8_t>(open);
+    any |= open;
+  }
+  return any != 0;
 }
 
 HEADGATE_CLONES float dot(const float* a, const float* b, int64_t count) {
@@ -73,10 +91,10 @@ HEADGATE_CLONES float dot(const float* a, const float* b, int64_t count) {
 extern "C" {
 
 // A gate network from images to masks. x (batch, channels, plane): means, hidden = relu(W1 means + b1), logits = W2
-// hidden + b2, and for mask m the bytes masks[m] of (batch, sizes[m]): open where the logit is above the threshold.
-// `open` holds a byte for each image and channel (0: the channel counts as zero), or is null. A mask that is immortal
-// opens its likeliest gate; of each group of masks (their numbers, -1 behind each group), all close where one is closed.
-// Returns 0, or -1 if memory ran out.
+// hidden + b2 with W2 as (hidden, gates), and for mask m the bytes masks[m] of (batch, sizes[m]): open where the logit
+// is above the threshold. `open` holds a byte for each image and channel (0: the channel counts as zero), or is null. A
+// mask that is immortal opens its likeliest gate; of each group of masks (their numbers, -1 behind each group), all
+// close where one is closed. Returns 0, or -1 if memory ran out.
 int headgate_gate_masks(const float* x, const uint8_t* open, int64_t open_stride, const float* w1, const float* b1,
                         const float* w2, const float* b2, int64_t batch, int64_t channels, int64_t plane,
                         int64_t hidden, const int64_t* sizes, const uint8_t* immortal, int64_t masks,
@@ -89,10 +107,10 @@ int headgate_gate_masks(const float* x, const uint8_t* open, int64_t open_stride
     std::vector<uint8_t> any(masks);
     std::vector<float> means(batch * channels), inner(batch * hidden);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && batch * channels * plane > 20000) schedule(static)
-    for (int64_t row = 0; row < batch * channels; ++row) {
-      const bool counts = !open || open[(row / channels) * open_stride + row % channels];
-      means[row] = counts ? sum_of(x + row * plane, plane) / static_cast<float>(plane) : 0.0f;
-    }
+    for (int64_t first = 0; first < batch * channels; first += ROWS)
+      means_of(x, first, std::min(first + ROWS, batch * channels), plane, means.data());
+    for (int64_t row = 0; open && row < batch * channels; ++row)
+      if (!open[(row / channels) * open_stride + row % channels]) means[row] = 0.0f;
     for (int64_t b = 0; b < batch; ++b)
       for (int64_t h = 0; h < hidden; ++h) {
         const float sum = b1[h] + dot(w1 + h * channels, means.data() + b * channels, channels);
@@ -103,8 +121,7 @@ int headgate_gate_masks(const float* x, const uint8_t* open, int64_t open_stride
       const float* row = logits.data();
       for (int64_t m = 0; m < masks; row += sizes[m], ++m) {
         uint8_t* mask = out[m] + b * sizes[m];
-        any[m] = 0;
-        for (int64_t g = 0; g < sizes[m]; ++g) any[m] |= mask[g] = row[g] > threshold;
+        any[m] = decide(row, sizes[m], threshold, mask);
         if (immortal[m] && !any[m]) {
           mask[std::max_element(row, row + sizes[m]) - row] = 1;
           any[m] = 1;

@@ -90,7 +90,7 @@ class Gates:
         self, trunk: tuple[Tensor, Tensor], head: tuple[Tensor, Tensor], sizes: list[int], immortal: list[int],
         groups: list[int],
     ) -> None:  # fmt: skip
-        self.tensors = tuple(tensor.contiguous() for tensor in (*trunk, *head))
+        self.tensors = tuple(tensor.contiguous() for tensor in (*trunk, head[0].t(), head[1]))
         self.sizes = sizes
         self._pointers = tuple(tensor.data_ptr() for tensor in self.tensors)
         self._hidden = trunk[0].shape[0]
