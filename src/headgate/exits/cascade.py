@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headgate.errors import FileError, HeadgateError, NotDecided, TargetError
-from headgate.exits.thresholds import EVERYBODY, NOBODY, thresholds
+from headgate.exits.thresholds import NOBODY, everybody_at, shifted, thresholds
 from headgate.gated import GatedModel, TauPoint
 from headgate.gates.budget import Budget, parse_target
 from headgate.gates.cost import over_processes
@@ -450,8 +450,8 @@ class ExitModel(Passing):
     def calibrate(
         self, loader: Iterable[Any], batches: int | None = 200, target: float | str | None = None
     ) -> ExitModel:
-        """Move the thresholds so that the loader's images cost at most the target on average, with the fewest wrong
-        answers for it.
+        """Set the thresholds so that the loader's images cost at most the target on average, and as many of them as can
+        be found are answered right. Where the target is the whole model, nobody leaves.
 
         `target` is the model's own if not given: one trained cascade serves many budgets.
         """
@@ -460,13 +460,14 @@ class ExitModel(Passing):
     def calibrate_on(self, watched: Watched, target: float | str | None = None) -> ExitModel:
         """The same with images that were watched. An exit that does not earn its own cost goes out of use."""
         share = self.target if target is None else parse_target(target, self.dense_macs)
-        least = self._share_of(watched, [EVERYBODY] + [NOBODY] * (len(self.gates) - 1))
+        exits = range(len(self.gates))
+        least, where = min((self._share_of(watched, everybody_at(number, len(exits))), number) for number in exits)
         if share < min(least, 1.0):
             raise TargetError(
-                f"target {share:.3g} can't be reached: if every image leaves at the first exit, "
-                f"{least:.3f} of the MACs are needed. Choose a higher one, or an earlier exit"
+                f"target {share:.3g} can't be reached: if every image leaves at {self.names[where]}, "
+                f"{least:.3f} of the MACs are needed. Choose a higher one, or an earlier first exit"
             )
-        own = [self._own_macs(number) / self.dense_macs for number in range(len(self.gates))]
+        own = [self._own_macs(number) / self.dense_macs for number in exits]
         self.taus = thresholds(
             watched.p_NK, watched.right_NK, watched.segments_NK, own, partial(self._share_of, watched), share
         )
@@ -503,12 +504,18 @@ class ExitModel(Passing):
         )
 
     def sweep_tau(self, loader: Iterable[Any], taus: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> list[TauPoint]:
-        """Accuracy and MACs over tau, the same at all exits, for a loader of (images, labels)."""
+        """Accuracy and MACs over tau, for a loader of (images, labels): under `taus_at(tau)`, so that it passes through
+        the model's own thresholds."""
         return self.sweep_of(self.watch(loader), taus)
+
+    def taus_at(self, tau: float) -> list[float]:
+        """The model's own thresholds moved together, until that of the first exit in use is `tau`: the others' logits
+        move by as much. Exits out of use stay so."""
+        return shifted(self.taus, tau)
 
     def sweep_of(self, watched: Watched, taus: Sequence[float]) -> list[TauPoint]:
         """The same of images that were watched."""
-        tables = [self.table_of(watched, [tau] * len(self.gates)) for tau in taus]
+        tables = [self.table_of(watched, self.taus_at(tau)) for tau in taus]
         return [
             TauPoint(tau, table.macs, table.macs_fraction, table.accuracy)
             for tau, table in zip(taus, tables, strict=True)

@@ -185,11 +185,12 @@ def _at_taus(
         return {f"{tau:g}": _over(_small_at(net, tau), images) for tau in taus}
     fast = net.compact(images[0], fold=False) if isinstance(net, GatedModel) else net
     run = _over(fast, images)
+    moved = {tau: fast.taus_at(tau) for tau in taus} if isinstance(fast, ExitModel) else {}
 
     def at(tau: float) -> Callable[[], None]:
         def call() -> None:
             if isinstance(fast, ExitModel):
-                fast.taus = [tau] * len(fast.gates)
+                fast.taus = moved[tau]
             else:
                 fast.tau = tau
             run()
