@@ -17,8 +17,9 @@ from headgate.gates.budget import Budget
 from headgate.models.cifar_densenet import CifarDenseNet
 from headgate.models.cifar_resnet import CifarResNet
 from tests.gates.test_dynamic import opinionated_
-from tests.networks import conv
-from tests.oracle import Net, independent_macs, randn, randomize_, same_in_threads
+from tests.networks import NETWORKS, Block, conv
+from tests.networks import example as example_of
+from tests.oracle import Net, decide_, independent_macs, randn, randomize_, same_in_threads
 
 SHAPE = (3, 16, 16)
 
@@ -458,9 +459,6 @@ def test_what_can_not_be_an_exit_is_told() -> None:
         headgate.add_exits(dense_net(), example, ["block1"], target=2.0)
     with pytest.raises(TargetError, match=r"0.5 can't be reached: up to `block1`.* an earlier first exit"):
         headgate.add_exits(dense_net(), example, ["block1"], target=0.5)
-    with pytest.raises(ModelError, match="indexed"):
-        shared = headgate.gate(randomize_(CifarResNet(2)), example, kind="dynamic", stream="shared", target=0.9)
-        headgate.add_exits(shared, example, ["layer2.0"])
     with pytest.raises(ModelError, match=r"gives 2 tensors .* class scores alone"):
         headgate.add_exits(Net(lambda n, x: {"a": (y := n.a(x)).mean((2, 3)), "b": y}, a=conv(3, 8)), example, ["a"])
     with pytest.raises(ModelError, match="has exits already"):
@@ -526,3 +524,294 @@ def test_gate_networks_of_channels_cost_only_who_comes_to_them() -> None:
     assert isinstance(exits.model, GatedModel) and exits.model.dynamic is not None
     before, behind = (exits._deciding_macs(number) for number in range(2))
     assert before > 0 and behind > before and before + behind == exits.model.dynamic.macs
+
+
+# ------------------------------------------------------------------------------- gates on channels under exits
+
+
+def gated_net(make: str, **options) -> GatedModel:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model = CifarResNet(2, num_classes=5) if make == "resnet" else CifarDenseNet(10, 4, num_classes=5)
+    return headgate.gate(randomize_(model), randn(1, *SHAPE), **{"target": 0.9, **options})
+
+
+def close_(gated: GatedModel, mask: str, gates: list[int]) -> GatedModel:
+    """These gates of a mask closed, all others open."""
+    chosen = {name: torch.ones_like(p) for name, p in gated.gate_probabilities().items()}
+    chosen[mask][gates] = 0
+    gated.set_gate_probabilities(chosen)
+    return gated.strategy("threshold", tau=0.5)
+
+
+@torch.no_grad()
+def divided_(gated: GatedModel, x: Tensor) -> GatedModel:
+    """Gates that look at the image, each open for half of these images."""
+    assert gated.dynamic is not None
+    for network in opinionated_(gated).dynamic.networks:  # type: ignore[union-attr]
+        seen: list[Tensor] = []
+        hook = network.register_forward_hook(lambda module, args, logits, seen=seen: seen.append(logits))
+        gated.eval()(x)
+        hook.remove()
+        network.head.bias -= seen[0].quantile(0.5, 0)
+    return gated.train()
+
+
+def said(exits: headgate.ExitModel, x: Tensor) -> list[Tensor]:
+    """All classifiers' scores, and all gates' logits."""
+    torch.manual_seed(0)
+    return [tensor.detach().clone() for tensors in exits._watch((x,), {}) for tensor in tensors]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("net", ["resnet", "dense"])
+def test_what_a_closed_channel_holds_does_not_reach_an_exit(net: str, training: bool) -> None:
+    """Its cost is not counted, so nothing may depend on it: the weights that write it are free to change."""
+    closed = [8, 9, 12, 15] if net == "resnet" else [1, 3]
+    mask = "conv1" if net == "resnet" else "block1.layer.0.conv2"
+    places = ("layer1", "layer2") if net == "resnet" else ("block1", "block2")
+    exits = cascade(close_(gated_net(net), mask, closed), places).train(training)
+    model, x = exits.model.model, torch.cat([images for images, _ in data()])
+    before = said(exits, x)
+    written = [mask, "layer1.0.bn2", "layer1.1.bn2"] if net == "resnet" else [mask]
+    with torch.no_grad():
+        for name in written:
+            model.get_submodule(name).weight[closed] += 3.0
+    after = said(exits, x)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with torch.no_grad():  # the test would see it: open channels count
+        for name in written:
+            model.get_submodule(name).weight[0] += 3.0
+    assert not any(torch.equal(a, b) for a, b in zip(before, said(exits, x), strict=True))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_of_gates_that_look_at_the_image_its_own_close_channels_to_an_exit(training: bool) -> None:
+    x = torch.cat([images for images, _ in data()])
+    exits = cascade(divided_(gated_net("dense", kind="dynamic", target=0.95), x)).train(training)
+    assert isinstance(exits.model, GatedModel)
+    gated, mask = exits.model, "block1.layer.0.conv2"
+    number = [mask.name for mask in gated.graph.masks].index(mask)
+    before = said(exits, x)
+    seen: list[Tensor] = []
+
+    def spoil(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        """Anything at all in the closed channels of each image: the last four at block 1."""
+        seen.append(1 - gated._board.draw.part(number).detach())
+        closed_BC = F.pad(seen[-1], (output.shape[1] - seen[-1].shape[1], 0))
+        return output + 100 * torch.randn(closed_BC.shape)[:, :, None, None] * closed_BC[:, :, None, None]
+
+    gated.model.block1.register_forward_hook(spoil, prepend=True)
+    torch.manual_seed(0)
+    noisy = said(exits, x)
+    assert len(seen[0]) == len(x) and bool((seen[0].std(0) > 0).any()), "other channels for other images"
+    if training:  # BatchNorm in the model sees all of a channel: only the first exit stands before one
+        before, noisy = before[:1], noisy[:1]
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(before, noisy, strict=True))
+
+
+def test_an_exit_teaches_the_gates_of_the_channels_it_reads() -> None:
+    """Those of the last layer before it, which nothing else before the exit reads."""
+    exits = cascade(gated_net("dense", initial_probability=0.6))
+    assert isinstance(exits.model, GatedModel)
+    logits, _ = exits._watch((data()[0][0],), {})
+    F.cross_entropy(logits[0], data()[0][1]).backward()
+    masks = {mask.name: mask for mask in exits.model.graph.masks}
+    gradient = exits.model.gates.logits.grad
+    assert gradient is not None and bool((gradient[masks["block1.layer.0.conv2"].gates] != 0).all())
+    assert bool((gradient[masks["block2.layer.0.conv2"].gates] == 0).all())
+
+
+@pytest.mark.parametrize(("net", "stream"), [("dense", "indexed"), ("resnet", "shared")])
+def test_gates_decided_before_an_exit_go_on_with_the_images_that_stay(net: str, stream: str) -> None:
+    """Concatenation and shared streams use gates far behind the layer that decided them."""
+    x = torch.cat([images for images, _ in data()])
+    gated = divided_(gated_net(net, kind="dynamic", stream=stream, target=0.95), x)
+    exits = cascade(gated, ("block1", "block2") if net == "dense" else ("layer2.0", "layer3.0"), target=0.99).eval()
+    expected, ways = one_by_one(exits, x)
+    assert len(set(ways)) == 3
+    torch.testing.assert_close(exits(x), expected, rtol=1e-4, atol=1e-5)
+    assert exits.table(data()).macs < exits.dense_macs
+
+
+def resnet() -> nn.Module:
+    return CifarResNet(2, num_classes=5)
+
+
+def wide_resnet() -> nn.Module:
+    return CifarResNet(1, num_classes=5, width=48)
+
+
+def wide_dense_net() -> nn.Module:
+    return CifarDenseNet(10, 12, num_classes=5)
+
+
+@pytest.mark.parametrize(
+    ("fresh", "head", "options"),
+    [
+        (resnet, "mean", {}),
+        (resnet, "mean", {"stream": "indexed"}),
+        (resnet, "mean", {"granularity": "layer"}),
+        (wide_resnet, "conv", {}),
+        (wide_resnet, "conv", {"stream": "indexed"}),
+        (wide_dense_net, "mean", {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_shrunk_cascade_answers_the_same(fresh, head: str, options: dict[str, str], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    at = ("block1", "block2") if fresh is wide_dense_net else ("layer1", "layer2")
+    gated = headgate.gate(randomize_(fresh()), randn(1, *SHAPE), target=0.95, **options)
+    exits = cascade(decide_(gated, 0.6, seed=3), at, head=head)
+    for part in (exits.heads, exits.gates):
+        randomize_(part)  # what BatchNorm makes of zero is not zero
+    x = torch.cat([images for images, _ in data()])
+    exits.eval().taus = exits.watch(data()).p_NK.quantile(0.5, 0).tolist()
+    small = exits.shrink()
+    assert not isinstance(small.model, GatedModel) and small.taus == exits.taus
+    for ours, theirs in zip(said(exits, x), said(small, x), strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+    _, ways = one_by_one(exits, x)
+    assert len(set(ways)) > 1 and exits.exit_of(exits.watch(data())).tolist() == ways
+    torch.testing.assert_close(small(x), exits(x), rtol=1e-4, atol=1e-4)
+    narrower = small.heads[0].norm.num_features < exits.heads[0].norm.num_features
+    assert narrower == (not options), "an indexed stream, and blocks as a whole, leave the stream's width"
+    assert small.dense_macs == headgate.count_macs(small.model, randn(1, *SHAPE)) < exits.dense_macs
+    assert small.macs() <= exits.macs() * (1 + 1e-6), (
+        "of a gated cascade, classifiers and gates are counted with all channels"
+    )
+    headgate.save(small, tmp_path / "small.safetensors")
+    loaded = headgate.load(tmp_path / "small.safetensors", fresh())
+    assert isinstance(loaded, headgate.ExitModel) and torch.equal(loaded(x), small(x))
+    assert (loaded.target, loaded.budget.target) == (small.target, small.target)
+
+
+@pytest.mark.parametrize(
+    "name", [*list(NETWORKS)[:9], "dense block", "channel shuffle", "depthwise", "squeeze and excitation"]
+)
+def test_every_place_of_a_shrunk_network_can_be_an_exit(name: str) -> None:
+    given = example_of(NETWORKS[name], batch=3)
+    torch.manual_seed(0)
+    shrunk, narrower = 0, 0
+    for head, granularity in (("mean", "channel"), ("conv", 2)):
+        gated = headgate.gate(randomize_(NETWORKS[name].make()), given, target=0.99, granularity=granularity)
+        decide_(gated, 0.5, seed=shrunk)
+        for place in [name for name, _ in gated.model.named_modules() if name]:
+            try:
+                exits = headgate.add_exits(gated, given[0], [place], target=0.99, head=head).eval()
+                randomize_(exits.heads), randomize_(exits.gates)
+                small = exits.shrink()
+            except (ModelError, TargetError):  # no cut, or behind everything that costs
+                continue
+            shrunk += 1
+            narrower += small.heads[0].norm.num_features < exits.heads[0].norm.num_features
+            for ours, theirs in zip(said(exits, given[0]), said(small, given[0]), strict=True):
+                torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+    assert shrunk and narrower
+
+
+class Named(Block):
+    """A block whose last ReLU is a module, behind which it can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.act, self.twice = nn.ReLU(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + x)
+
+
+@pytest.mark.parametrize("place", ["one", "one.act", "two", "two.act"])
+def test_an_exit_behind_a_block_that_is_gone_stays_where_it_was(place: str) -> None:
+    net = Net(
+        lambda n, x: n.head(n.last(n.two(n.one(n.stem(x)))).mean((2, 3))),
+        stem=conv(3, 8), one=Named(), two=Named(), last=conv(8, 16), head=nn.Linear(16, 5),
+    )  # fmt: skip
+    gated = headgate.gate(randomize_(net), randn(2, *SHAPE), target=0.9)
+    exits = cascade(close_(gated, "one.conv1", list(range(8))), (place,), target=0.99).eval()
+    small = exits.shrink()
+    assert isinstance(small.model.one, nn.ReLU) and small.names[0] == ("one" if place == "one.act" else place)
+    x = torch.cat([images for images, _ in data()])
+    torch.testing.assert_close(small(x), exits(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_shrunk_cascade_learns_on() -> None:
+    exits = cascade(close_(gated_net("dense"), "conv1", [0, 1, 2]), budget=Budget(0.9, ramp_steps=7), train_model=False)
+    small = exits.shrink().train()
+    assert exits.training and small.budget.ramp_steps == 7 and small.budget.step == 0
+    assert small.target * small.dense_macs == pytest.approx(min(0.9 * exits.dense_macs, small.dense_macs))
+    x, y = data()[0]
+    (F.cross_entropy(small(x), y) + small.cost_loss() + small.classifier_loss(y)).backward()
+    assert all(p.grad is not None for p in [*small.heads.parameters(), *small.gates.parameters()])
+    assert not any(p.requires_grad for p in small.model.parameters())
+    small.calibrate(data(), target=0.97)
+    assert small.table(data()).macs_fraction <= 0.97
+    assert headgate.gate(small.model, randn(1, *SHAPE), target=0.8), "a plain network, if it is taken out"
+
+
+def test_what_can_not_be_shrunk_is_told() -> None:
+    def own(channels: int, classes: int) -> nn.Module:
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+    with pytest.raises(NotDecided, match="exits of a gated model"):
+        cascade().shrink()
+    with pytest.raises(NotDecided, match=r"depend on the input.*the cascade as it is, or exits.model.compact\(\)"):
+        cascade(gated_net("dense", kind="dynamic", target=0.95)).shrink()
+    with pytest.raises(ModelError, match=r"no image could leave.*exits.model.compact\(\), without exits"):
+        cascade(gated_net("dense", kind="dynamic", target=0.95)).compact()
+    with pytest.raises(NotDecided, match="no gate is closed"):
+        cascade(gated_net("dense")).shrink()
+    with pytest.raises(ModelError, match=r"behind `block1` is a Sequential.* 2 of 12 are closed.*frozen=\['block1'\]"):
+        cascade(close_(gated_net("dense"), "conv1", [0, 1]), head=own).shrink()
+    elsewhere = cascade(close_(gated_net("dense"), "block1.layer.0.conv1", [0, 1]), head=own).eval()
+    x = torch.cat([images for images, _ in data()])
+    torch.testing.assert_close(elsewhere.shrink()(x), elsewhere(x), rtol=1e-4, atol=1e-4)
+    dear = cascade(decide_(gated_net("resnet"), 0.1, seed=0), ("layer1",), head="conv")
+    with pytest.raises(TargetError, match=r"leaving at `layer1` costs .* use exits.model.shrink\(\), without exits"):
+        dear.shrink()
+    squeezed = cascade(close_(gated_net("dense"), "block1.layer.0.conv1", list(range(8))))
+    assert isinstance(squeezed.model, GatedModel) and squeezed.model.squeeze_(least_gain=0.0)
+    with pytest.raises(HeadgateError, match="unsqueeze_"):
+        squeezed(x)
+    squeezed.model.unsqueeze_()
+    squeezed(x)
+
+
+def test_the_network_alone_has_no_exits() -> None:
+    """Its smaller form, a copy of it, and exits at other places know nothing of the cascade."""
+    exits = cascade(close_(gated_net("dense"), "conv1", [0, 1])).eval()
+    assert isinstance(exits.model, GatedModel)
+    small, twin = exits.model.shrink(), copy.deepcopy(exits.model)
+    assert not any(module._forward_hooks for module in small.modules())
+    hooks = [hook for module in twin.modules() for hook in module._forward_hooks.values()]
+    assert hooks and not any(getattr(hook, "exits", None) for hook in hooks)
+    again = headgate.add_exits(exits.model, randn(1, *SHAPE), ["block2"], target=0.99).eval()
+    x = randn(4, *SHAPE)
+    exits.taus, again.taus = [-1.0, 1.0], [1.0]
+    torch.testing.assert_close(again(x), small(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(twin(x), small(x), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(exits(x), small(x))
+
+
+def test_a_classifier_must_give_a_score_a_class() -> None:
+    def places(channels: int, classes: int) -> nn.Module:
+        return nn.Conv2d(channels, classes, 1)
+
+    def other_classes(channels: int, classes: int) -> nn.Module:
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes + 1))
+
+    def other_channels(channels: int, classes: int) -> nn.Module:
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels + 1, classes))
+
+    def no_module(channels: int, classes: int) -> nn.Module:
+        return F.relu  # type: ignore[return-value]
+
+    with pytest.raises(ModelError, match=r"behind `block1` gives \(images, 5, 16, 16\), the model \(images, 5\)"):
+        cascade(head=places)
+    with pytest.raises(ModelError, match=r"gives \(images, 6\), the model \(images, 5\): .* one score a class"):
+        cascade(head=other_classes)
+    with pytest.raises(
+        ModelError, match=r"behind `block1` does not take the activations there, \(images, 12, 16, 16\)"
+    ):
+        cascade(head=other_channels)
+    with pytest.raises(HeadgateError, match=r"head\(12, 5\) gives a function: .* nn.Module"):
+        cascade(head=no_module)

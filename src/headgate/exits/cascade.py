@@ -3,7 +3,7 @@
 In train mode all images go to the end and every gate is drawn: an image's answer is that of the first gate that opens,
 its cost what was computed until then, and the expected cost of the cascade is pulled to a target like that of channels.
 In eval mode images that leave are taken out of the batch at once: what comes after runs on fewer images, and not at all
-where none is left. Knows nothing of how a model is traced or where it can be cut.
+where none is left. Knows nothing of where a model can be cut.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,21 +19,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headgate.errors import FileError, HeadgateError, NotDecided, TargetError
+from headgate.errors import FileError, HeadgateError, ModelError, NotDecided, ShrinkMismatch, TargetError
+from headgate.exits.smaller import smaller_exits
 from headgate.exits.thresholds import NOBODY, everybody_at, shifted, thresholds
 from headgate.gated import GatedModel, TauPoint
 from headgate.gates.budget import Budget, parse_target
 from headgate.gates.cost import over_processes
+from headgate.gates.draws import Channels, Draw, GateHook
 from headgate.gates.dynamic import GateNetwork
 from headgate.gates.gumbel import Relaxation, draw, logistic_noise
 from headgate.gates.passes import Passing
 from headgate.graph.trace import tensors_in
 from headgate.inference.calibrate import labelled
+from headgate.inference.shrink import TOLERANCE, difference, random_like
 
 # legend of axes: B images, K exits (the last is the model's own), S segments between them, C channels
 
 READS = "log probabilities"
 """What gates are told of their classifier's answer; kept with their weights, which mean nothing without it."""
+_AS_IT_IS = "use the cascade as it is, or exits.model.compact(), without exits"
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class _Watching:
     def arrive(self, number: int, x: Tensor) -> None:
         if torch.is_grad_enabled():
             x = x.clone()  # what comes next may overwrite it, and the classifier's gradient needs it as it is here
+        x = self.exits._as_read(number, x)
         answers = self.exits.heads[number](x)
         self.answers.append(answers)
         self.wishes.append(self.exits.wish(number, x, answers))
@@ -121,8 +126,9 @@ class _Leaving:
         if self.exits.taus[number] >= NOBODY:
             self.entered.append(len(self.inside))
             return None
-        answers = self.exits.heads[number](x)
-        leaves = torch.sigmoid(self.exits.wish(number, x, answers)) > self.exits.taus[number]
+        read = self.exits._as_read(number, x)
+        answers = self.exits.heads[number](read)
+        leaves = torch.sigmoid(self.exits.wish(number, read, answers)) > self.exits.taus[number]
         if not bool(leaves.any()):
             self.entered.append(len(self.inside))
             return None
@@ -132,18 +138,35 @@ class _Leaving:
         self.entered.append(len(self.inside))
         if not len(self.inside):
             raise _Everyone
+        self._take_gates_out(~leaves)
         return x[~leaves]
 
+    def _take_gates_out(self, stays_B: Tensor) -> None:
+        """Gates that were decided for an image leave with it: those of the others may be used further on."""
+        gated = self.exits.model
+        if not isinstance(gated, GatedModel) or gated.dynamic is None or gated._board.draw is None:
+            return
+        before, after = gated._board.draw, Draw(gated._ledger)
+        after.parts, after.probabilities = (
+            [part if part is None or len(part) == 1 else part[stays_B] for part in parts]
+            for parts in (before.parts, before.probabilities)
+        )
+        gated._board.draw = gated._last = after
 
-class _Arrival:
-    """The hook behind a module where images can leave. An object, so that a copied model's hooks are the copy's."""
 
-    def __init__(self, exits: ExitModel, number: int) -> None:
+class _Arrival(GateHook):
+    """The hook behind a module where images can leave. An object, so that a copied model's hooks are the copy's; a copy
+    of the network alone has no exits."""
+
+    def __init__(self, exits: ExitModel | None, number: int) -> None:
         self.exits = exits
         self.number = number
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Arrival:
+        return _Arrival(memo.get(id(self.exits)), self.number)
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
-        under_way = self.exits._pass
+        under_way = None if self.exits is None else self.exits._pass
         return None if under_way is None else under_way.arrive(self.number, output)
 
 
@@ -157,7 +180,7 @@ class ExitModel(Passing):
     def __init__(
         self, model: nn.Module, names: Sequence[str], heads: Sequence[nn.Module],
         gates: Sequence[GateNetwork], head_macs: Sequence[int], segments: Sequence[dict[str, int]], target: float,
-        budget: Budget | None, classifier_weight: float, example_input: Tensor,
+        budget: Budget | None, classifier_weight: float, example_input: Tensor, masks: Sequence[Channels | None],
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
@@ -173,6 +196,8 @@ class ExitModel(Passing):
         self.example_shape, self.example_dtype = tuple(example_input.shape), example_input.dtype
         self._segments = tuple(segments)
         self._head_macs = tuple(head_macs)
+        self._masks = tuple(masks)
+        """The gates on the channels that each exit reads, where some have any."""
         self.train_model = True
         """Whether the model itself learns, too; if not, it stays in eval mode and no gradient is made for it."""
         self.taus = [0.5] * len(heads)
@@ -193,6 +218,11 @@ class ExitModel(Passing):
         super()._apply(fn, recurse)
         self.example_dtype = fn(torch.empty(0, dtype=self.example_dtype)).dtype
         return self
+
+    def _as_read(self, number: int, x: Tensor) -> Tensor:
+        """What an exit sees of the activations: channels that are closed are zero to it, as to every layer."""
+        mask = self._masks[number]
+        return x if mask is None else mask.apply(x)
 
     def wish(self, number: int, x: Tensor, answers: Tensor) -> Tensor:
         """The logit of leaving at exit `number`, for each image: from its mean activations there, and from how sure the
@@ -236,6 +266,8 @@ class ExitModel(Passing):
         return [*watching.answers, last], watching.wishes
 
     def _check_passed(self, exits: int) -> None:
+        if isinstance(self.model, GatedModel) and self.model._squeezed is not None:
+            raise HeadgateError("squeeze_() has put a network without exits in place: exits.model.unsqueeze_() first")
         if exits != len(self.heads):
             raise HeadgateError("not every exit was passed: the forward pass took another way than in the example")
 
@@ -520,6 +552,73 @@ class ExitModel(Passing):
             TauPoint(tau, table.macs, table.macs_fraction, table.accuracy)
             for tau, table in zip(taus, tables, strict=True)
         ]
+
+    # ------------------------------------------------------------------------------------------------ smaller
+
+    def shrink(self) -> ExitModel:
+        """The cascade without the channels that static gates have closed: around `exits.model.shrink()`, classifiers
+        and gates without them too.
+
+        It answers as this one does in eval mode (checked at every call), and can be trained on. Its shares of MACs, and
+        its target, are those of the smaller network.
+        """
+        gated = self.model
+        if not isinstance(gated, GatedModel):
+            raise NotDecided("no channel has a gate, so none is closed: shrink() is for exits of a gated model")
+        if gated.dynamic is not None:
+            raise NotDecided(f"gates of channels depend on the input, so no channel is closed for good: {_AS_IT_IS}")
+        made = self._around(gated.shrink(), gated)
+        self._check_same(made)
+        return made
+
+    def compact(self) -> ExitModel:
+        """Raises: a compact network has no modules any more that an image could leave behind."""
+        raise ModelError(f"compact() takes the network apart, and no image could leave it early: {_AS_IT_IS}")
+
+    def _around(self, small: nn.Module, gated: GatedModel) -> ExitModel:
+        """This cascade around a smaller network."""
+        example = torch.zeros(self.example_shape, dtype=self.example_dtype, device=next(small.parameters()).device)
+        own = smaller_exits(gated.graph, gated._decide(), small, example, self.names[:-1], self.heads, self.gates)
+        made = ExitModel(
+            small, own.names, own.heads, own.gates, own.head_macs, own.segments, self.target, None,
+            self.classifier_weight, example, [None] * len(own.names),
+        )  # fmt: skip
+        made.relaxation, made.taus, made.train_model = self.relaxation, list(self.taus), self.train_model
+        if not made.train_model:
+            small.requires_grad_(False)
+        made._aim_at(self.target * self.dense_macs, self.budget)
+        return made.eval()
+
+    def _aim_at(self, macs: float, budget: Budget) -> None:
+        """A target in multiply-adds, or what comes nearest to it; a budget of the same settings starts anew."""
+        least = self.least_macs()
+        assert least is not None
+        if least >= self.dense_macs:
+            raise TargetError(
+                f"in the smaller network, leaving at `{self.names[0]}` costs {least / self.dense_macs:.2f} of what "
+                "staying does: use exits.model.shrink(), without exits"
+            )
+        self.target = min(max(macs, least + 1), self.dense_macs) / self.dense_macs
+        self.budget = replace(budget, target=self.target, step=0, integral=0.0, start_cost=None, last_cost=None)
+
+    @torch.no_grad()
+    def _check_same(self, small: ExitModel) -> None:
+        """All exits, and all gates, must say the same on a random batch."""
+        images = random_like(torch.zeros(self.example_shape, dtype=self.example_dtype))
+        images = images.to(next(self.parameters()).device)
+        training = self.training
+        try:
+            ours, theirs = self.eval()._watch((images,), {}), small._watch((images,), {})
+        finally:
+            self.train(training)
+        for what, expected, found in zip(("the classifier", "the gate"), ours, theirs, strict=True):
+            for name, own, other in zip(self.names, expected, found, strict=False):
+                tolerance = TOLERANCE.get(ours[0][-1].dtype, TOLERANCE[torch.float32])
+                if not (gap := difference(own, other)) <= tolerance:
+                    raise ShrinkMismatch(
+                        f"in the shrunk cascade {what} of exit `{name}` differs by {gap:.2g} (allowed: {tolerance:g}): "
+                        "use the cascade as it is, and report the model"
+                    )
 
     # -------------------------------------------------------------------------------------------------- state
 

@@ -2,18 +2,24 @@
 
 `mean` is what the network's own last layers usually are, and all that trained activations need. `conv` looks at
 neighbouring places first: activations that were made for later layers, and stay as they are, hold their classes in
-patterns rather than in means. Knows nothing of gates or of where a cut is.
+patterns rather than in means. Both can do without channels that are zero at the cut. Knows nothing of gates.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headgate.errors import HeadgateError
+from headgate.errors import HeadgateError, ModelError
+from headgate.graph.layer_rules import Index
+from headgate.graph.macs import traced_macs
+from headgate.graph.relayout import index_tensor
+from headgate.graph.trace import ModuleSpan
 
 MakeHead = Callable[[int, int], nn.Module]
 SIDE: Final = 8
@@ -34,6 +40,12 @@ class MeanHead(nn.Module):
         logits: Tensor = self.fc(F.relu(self.norm(x)).mean((2, 3)))
         return logits
 
+    def narrowed(self, kept: Index) -> MeanHead:
+        """The same classifier where only these channels are left, and the others were zero."""
+        made = copy.deepcopy(self)
+        made.fc.bias.data += _narrow_(made.norm, made.fc, kept).to(made.fc.bias)
+        return made
+
 
 class ConvHead(nn.Module):
     """BatchNorm, ReLU and mean over tiles; a 1×1 and two 3×3 convolutions (the second with stride 2), each with its
@@ -53,6 +65,34 @@ class ConvHead(nn.Module):
         tiles = [max(1, side // SIDE) for side in x.shape[2:]]
         logits: Tensor = self.fc(self.body(F.avg_pool2d(F.relu(self.norm(x)), tiles)).mean((2, 3)))
         return logits
+
+    def narrowed(self, kept: Index) -> ConvHead:
+        """The same classifier where only these channels are left, and the others were zero."""
+        made = copy.deepcopy(self)
+        first, norm = made.body[0], made.body[1]
+        assert isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None
+        norm.running_mean -= _narrow_(made.norm, first, kept).to(norm.running_mean)
+        return made
+
+
+@torch.no_grad()
+def _narrow_(norm: nn.BatchNorm2d, layer: Any, kept: Index) -> Tensor:
+    """Leave a norm, and the layer that reads it through a ReLU, these channels only. Gives what the others added to
+    each of the layer's outputs: BatchNorm and ReLU make the same number of zero in every place of every image."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    mean, var = norm.running_mean.double(), norm.running_var.double()
+    of_zero = F.relu(norm.bias.double() - mean * norm.weight.double() / (var + norm.eps).sqrt())
+    left = index_tensor(kept, norm.weight.device)
+    of_zero[left] = 0
+    added: Tensor = layer.weight.double().flatten(1) @ of_zero
+    for name in ("weight", "bias"):
+        whole = getattr(norm, name)
+        setattr(norm, name, nn.Parameter(whole[left], whole.requires_grad))
+    norm.running_mean, norm.running_var = norm.running_mean[left], norm.running_var[left]
+    layer.weight = nn.Parameter(layer.weight[:, left], layer.weight.requires_grad)
+    norm.num_features = len(kept)
+    setattr(layer, "in_features" if isinstance(layer, nn.Linear) else "in_channels", len(kept))
+    return added
 
 
 HEADS: Final[dict[str, type[nn.Module]]] = {"mean": MeanHead, "conv": ConvHead}
@@ -77,3 +117,36 @@ def head_name(heads: nn.ModuleList) -> str | None:
         if all(type(head) is kind for head in heads):
             return name
     return None
+
+
+def made_head(make: MakeHead, channels: int, classes: int) -> nn.Module:
+    """A classifier for so many channels and classes."""
+    head = make(channels, classes)
+    if not isinstance(head, nn.Module):
+        raise HeadgateError(
+            f"head({channels}, {classes}) gives a {type(head).__name__}: pass what makes an nn.Module for an exit from "
+            "(channels, classes)"
+        )
+    return head
+
+
+def head_macs(head: nn.Module, span: ModuleSpan, classes: int, like: Tensor) -> int:
+    """Multiply-adds of a classifier for an image; it must give one score a class."""
+    shape = span.outputs[0].shape[1:]
+    try:
+        recorded, macs = traced_macs(head, like.new_zeros(1, *shape))
+    except ModelError as error:
+        raise ModelError(
+            f"the classifier behind `{span.name}` does not take the activations there, {_shown(shape)}: {error}"
+        ) from error
+    given = [value.shape for value in recorded.outputs]
+    if given != [(recorded.batch_size, classes)]:
+        raise ModelError(
+            f"the classifier behind `{span.name}` gives {' and '.join(_shown(each[1:]) for each in given)}, the model "
+            f"{_shown((classes,))}: head(channels, classes) must make a module that gives one score a class"
+        )
+    return sum(macs.values())
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return f"({', '.join(['images', *map(str, shape)])})"
