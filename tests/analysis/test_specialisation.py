@@ -63,6 +63,13 @@ def test_words_name_who_is_served_and_who_is_left_out() -> None:
     assert words[1] == "a[0] (0.10 bits): open for 60% of ship, down to 40% of dog"
 
 
+def test_a_gate_that_does_the_same_to_all_classes_is_told_by_most_and_least() -> None:
+    rates = np.array([[0.19, 0.01, 0.1], [0.81, 0.99, 0.9]])
+    words = in_words(rates, np.array([0.2, 0.1]), ["a[0]", "a[1]"], ["cat", "ship", "dog"])
+    assert words[0] == "a[0] (0.20 bits): open for 19% of cat, down to 1% of ship"
+    assert words[1] == "a[1] (0.10 bits): open for 99% of ship, down to 81% of cat"
+
+
 def test_classes_without_images_say_nothing() -> None:
     labels = np.arange(40) % 2 * 3  # classes 0 and 3 of 5
     found = specialisation(gates(labels >= 0, labels == 3), labels, 5)
@@ -71,7 +78,8 @@ def test_classes_without_images_say_nothing() -> None:
 
 
 def test_long_lists_of_classes_are_cut() -> None:
-    (words,) = in_words(np.ones((1, 30)), np.array([0.5]), ["a[0]"], [f"c{n}" for n in range(30)])
+    rates = np.append(np.ones((1, 30)), [[0.5]], 1)
+    (words,) = in_words(rates, np.array([0.5]), ["a[0]"], [f"c{n}" for n in range(31)])
     assert words.endswith("c5 (100%) and 24 more")
 
 

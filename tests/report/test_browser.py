@@ -16,6 +16,7 @@ from headgate.analysis.report import page as page_of
 CHOSEN = os.environ.get("HEADGATE_BROWSER")
 pytestmark = pytest.mark.skipif(CHOSEN == "none", reason="HEADGATE_BROWSER=none")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+IDS = "rows => rows.map(row => row.id)"
 SIZES = {"desk": (1280, 900), "phone": (390, 844)}
 
 OVERLAPS = """() => [...document.querySelectorAll('svg')].flatMap(svg => {
@@ -126,6 +127,23 @@ def test_tables_sort_by_number_and_by_name_and_back(browser: Browser, report_fil
     assert names == sorted(names, reverse=True) and said == []
 
 
+def test_the_table_of_tau_sorts_and_stays_sorted_when_tau_moves(
+    browser: Browser, report_file: Path, studies: dict[str, dict[str, Any]]
+) -> None:
+    page, said = opened(browser, report_file)
+    table = page.locator("table", has=page.locator("#moved-0"))
+    orders = set()
+    for what, key in (("MACs left", "macs_fraction"), ("accuracy", "accuracy")):
+        table.get_by_role("button", name=what).click()
+        for place in (0, 5, 10):
+            page.locator("#slider").fill(str(place))
+            order = [int(row.removeprefix("moved-")) for row in table.locator("tbody tr").evaluate_all(IDS)]
+            values = [list(studies.values())[number]["sweep"][place][key] for number in order]
+            assert values == sorted(values, reverse=True)
+            orders.add(tuple(order))
+    assert len(orders) > 1 and said == []
+
+
 def test_every_figure_opens_its_record(browser: Browser, report_file: Path) -> None:
     page, said = opened(browser, report_file)
     records = page.locator("details[data-shows]")
@@ -155,6 +173,23 @@ def test_labels_in_figures_do_not_overlap_or_leave_them(browser: Browser, report
     page, _ = opened(browser, report_file)
     assert page.evaluate(OVERLAPS) == []
     assert page.evaluate(OUTSIDE) == []
+
+
+@pytest.mark.parametrize(
+    "model, data, dense", [("torchvision:resnet50", "folder:imagenet", 0.7613), ("cifar_resnet20", "cifar10", 0.9173)]
+)
+def test_nor_do_they_beside_many_published_points(
+    browser: Browser, studies: dict[str, dict[str, Any]], tmp_path: Path, model: str, data: str, dense: float
+) -> None:
+    found = studies["pruned"]
+    accuracy = {"accuracy": {"dense": dense, "shrunk": dense - 0.01}}
+    sweep = [point | {"accuracy": dense - 0.02 - 0.002 * n} for n, point in enumerate(found["sweep"])]
+    file = tmp_path / "many.html"
+    changed = found | {"model": model, "data": data, "sweep": sweep, "result": found["result"] | accuracy}
+    file.write_text(page_of([changed]), encoding="utf-8")
+    page, said = opened(browser, file)
+    assert page.evaluate(OVERLAPS) == [] and page.evaluate(OUTSIDE) == [] and said == []
+    page.locator("section", has=page.locator("#slider")).screenshot(path=tmp_path / "many.png")
 
 
 def test_nor_do_they_in_large_networks_beside_published_points(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headgate.analysis.plots import _named_layers, pictures_of, svg, trade_off, write
+from headgate.analysis.plots import SERIES, SIGNS, _named_layers, pictures_of, svg, trade_off, write
 from headgate.analysis.published import PUBLISHED, published_for
-from headgate.analysis.report import page
+from headgate.analysis.report import page, provenance
 from headgate.cli import app
 from headgate.training import start
 from headgate.training.recipe import Recipe, without_places
@@ -25,7 +26,7 @@ FIGURES = {
     "pruned": {"training", "polarisation", "layers", "latency"},
     "conditional": {"training", "polarisation", "layers", "latency", "classes", "image_macs"},
     "layers": {"training", "polarisation", "layers", "latency", "classes", "image_macs"},
-    "early": {"training", "layers", "latency", "exits", "exits_by_class", "image_macs"},
+    "early": {"training", "polarisation", "layers", "latency", "exits", "exits_by_class", "image_macs"},
 }
 
 
@@ -111,6 +112,35 @@ def test_published_points_stand_beside_runs_of_their_network(studies: Studies) -
     )
 
 
+def test_every_published_point_has_its_number_and_a_place_of_its_own(studies: Studies) -> None:
+    published = published_for("torchvision:resnet50", "folder:imagenet")
+    accurate = {"accuracy": {"dense": 0.7613, "shrunk": 0.7513}}
+    found = studies["pruned"] | {"result": studies["pruned"]["result"] | accurate, "sweep": []}
+    picture = trade_off([found], published)
+    assert picture is not None
+    labels = [text for text in picture.figure.axes[0].texts if text.get_text()]
+    assert sorted(int(text.get_text()) for text in labels) == list(range(1, len(published) + 1))
+    picture.figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in labels]
+    assert not any(a.overlaps(b) for n, a in enumerate(boxes) for b in boxes[n + 1 :])
+
+
+def test_what_lies_on_each_other_has_one_number(studies: Studies) -> None:
+    published = published_for("cifar_resnet20", "cifar10")
+    picture = trade_off([studies["pruned"]], published)
+    assert picture is not None and {each.measured_here for each in published} == {True}
+    labels = [text.get_text() for text in picture.figure.axes[0].texts]
+    assert len(labels) < len(published) and any("–" in label or "," in label for label in labels)
+    assert "hollow: measured for this package" in picture.caption and "published by others" not in picture.caption
+    text = page([studies["pruned"] | {"model": "cifar_resnet20", "data": "cifar10"}])
+    assert "Measured for this package" in text and "Published by others" not in text
+
+
+def test_a_published_cascade_without_macs_is_a_sentence(studies: Studies) -> None:
+    text = page([studies["early"] | {"model": "cifar_densenet100", "data": "cifar10"}])
+    assert "94.40 % together, 94.19 % at the last exit alone; MACs were not published" in text
+
+
 def svg_of(studies: list[dict[str, Any]]) -> str:
     picture = trade_off(studies)
     assert picture is not None
@@ -158,11 +188,54 @@ def test_answers_that_are_no_class_are_shown(studies: Studies) -> None:
     assert "output 537" in page([studies["conditional"] | {"examples": {"use few channels": few}}])
 
 
-def test_runs_at_several_targets_are_joined(studies: Studies) -> None:
-    other = studies["pruned"] | {"name": "other"}
-    assert svg_of([studies["pruned"], other]).count("stroke-dasharray") > svg_of([studies["pruned"]]).count(
-        "stroke-dasharray"
-    )
+def joined(studies: list[dict[str, Any]]) -> list[list[tuple[float, float]]]:
+    """The dashed lines of the trade-off, and that its caption speaks of them if there are any."""
+    picture = trade_off(studies)
+    assert picture is not None
+    lines = [line for line in picture.figure.axes[0].lines if str(line.get_gid()).startswith("targets")]
+    assert all(line.get_linestyle() == "--" for line in lines)
+    assert ("dashed: one recipe at several targets" in picture.caption) is bool(lines)
+    return [list(zip(*line.get_data(), strict=True)) for line in lines]
+
+
+def at(study: dict[str, Any], asked: float, accuracy: float, macs_fraction: float) -> dict[str, Any]:
+    """The study of a run of the same recipe that was asked for something else, and came to something else."""
+    result = study["result"]
+    result = result | {
+        "accuracy": result["accuracy"] | {"shrunk": accuracy},
+        "macs_fraction": result["macs_fraction"] | {"shrunk": macs_fraction},
+    }
+    return study | {"name": f"{asked} {accuracy}", "asked": asked, "result": result}
+
+
+def test_runs_of_one_recipe_at_several_targets_are_joined(studies: Studies) -> None:
+    half, more = at(studies["pruned"], 0.5, 0.90, 0.49), at(studies["pruned"], 0.7, 0.95, 0.69)
+    assert joined([more, half]) == [[(0.49, 90.0), (0.69, 95.0)]]
+    again = at(studies["pruned"], 0.5, 0.92, 0.47)  # another seed: the curve goes through the mean
+    (line,) = joined([more, half, again])
+    assert line == [pytest.approx((0.48, 91.0)), (0.69, 95.0)]
+
+
+def test_no_other_runs_are(studies: Studies) -> None:
+    half = at(studies["pruned"], 0.5, 0.90, 0.49)
+    assert joined([half, at(studies["pruned"], 0.5, 0.92, 0.47)]) == []  # one target is no curve
+    other = {"asked": 0.7, "name": "other"}
+    assert joined([half, half | other | {"data": "cifar10"}]) == []
+    assert studies["conditional"]["kind"] == studies["layers"]["kind"]  # but their granularity differs, and the target
+    assert joined([studies["conditional"], studies["layers"], studies["early"], studies["pruned"]]) == []
+
+
+def test_every_run_has_a_sign_and_a_colour_of_its_own(studies: Studies) -> None:
+    picture = trade_off([studies["pruned"] | {"name": str(number)} for number in range(24)])
+    assert picture is not None
+    looks = {
+        line.get_label(): (line.get_color(), line.get_marker())
+        for line in picture.figure.axes[0].lines
+        if not line.get_label().startswith("_")
+    }
+    assert len(looks) == len(set(looks.values())) == 24
+    first = [looks[str(number)] for number in range(len(SERIES))]
+    assert len({color for color, _ in first}) == len({sign for _, sign in first}) == len(SERIES) < len(SIGNS)
 
 
 def test_a_run_that_has_not_ended_has_a_page_too(studies: Studies) -> None:
@@ -217,3 +290,77 @@ def test_mistakes_get_one_line(folders: dict[str, Path], tmp_path: Path, words: 
     given = [str(folders["pruned"]) if word == "RUN" else word for word in words]
     result = CliRunner().invoke(app, ["report", "-o", str(tmp_path / "r.html"), *given])
     assert result.exit_code == 1 and message in result.output and not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize("epochs", [(1, 1, 28), (1, 1, 1), (0, 1, 60), (10, 10, 10), (28, 1, 1)])
+def test_the_names_of_short_phases_do_not_lie_on_each_other(studies: Studies, epochs: tuple[int, int, int]) -> None:
+    names = [name for name, count in zip(("dense", "gates", "tune"), epochs, strict=True) for _ in range(count)]
+    lines = [{"at": n, "phase": name, "loss": 1.0, "accuracy": 0.5} for n, name in enumerate(names, 1)]
+    log = {"epochs": lines, "steps": [], "histograms": []}
+    (drawn, *_) = pictures_of(studies["pruned"] | {"log": log})
+    drawn.figure.draw_without_rendering()
+    titles = [text for text in drawn.figure.axes[0].texts if text.get_text() in names]
+    boxes = [text.get_window_extent() for text in titles]
+    assert [text.get_text() for text in titles] == list(dict.fromkeys(names))
+    assert not any(a.overlaps(b) for n, a in enumerate(boxes) for b in boxes[n + 1 :])
+    assert len({round(box.y0) for box in boxes}) == 1 or max(epochs) == 28  # side by side, where there is room
+    assert all(box.y1 < drawn.figure.bbox.y1 for box in boxes)
+
+
+def test_how_sure_exits_are_is_drawn_exit_by_exit(studies: Studies) -> None:
+    found = studies["early"]["leaving"]
+    unused = studies["early"] | {"leaving": found | {"used": [False, True], "taus": [1.0, 0.5]}}
+    (drawn,) = [svg(each, "x") for each in pictures_of(unused) if each.name == "polarisation"]
+    assert "layer1 (out of use)" in drawn and ">layer2<" in drawn and "P(leave)" in drawn and "p(open)" not in drawn
+
+
+def test_the_heatmap_counts_its_gates(studies: Studies) -> None:
+    def label(deciding: int) -> str:
+        numbers = studies["conditional"]["classes"]["numbers"] | {"deciding_gates": deciding}
+        rows = {"rates": [[0.1, 0.9]] * 75, "gates": [f"g[{n}]" for n in range(75)], "classes": ["a", "b"], "words": []}
+        found = studies["conditional"] | {"classes": rows | {"numbers": numbers}}
+        (drawn,) = [each for each in pictures_of(found) if each.name == "classes"]
+        return str(drawn.figure.axes[0].get_ylabel())
+
+    assert label(75) == "all 75 gates that decide"
+    assert label(76) == "the 75 most telling of 76 gates that decide"
+
+
+def test_that_no_gate_decides_is_said(studies: Studies) -> None:
+    numbers = studies["conditional"]["classes"]["numbers"] | {"deciding_gates": 0, "specialised_gates": 0}
+    none = {"numbers": numbers, "rates": [], "gates": [], "classes": [], "words": []}
+    text = page([studies["conditional"] | {"classes": none}])
+    assert f"No gate decides: each of the {numbers['gates']} gates is open for all of 360 images" in text
+    assert "No gate decides" not in page([studies["conditional"]])
+
+
+def test_records_of_examples_hold_the_examples(studies: Studies) -> None:
+    text = page([studies["conditional"]])
+    (data,) = re.findall(r'<script type="application/json" id="studies">(.*?)</script>', text)
+    (kept,) = json.loads(data)
+    few = kept["examples"]["use few channels"]
+    assert [row["number"] for row in few] == [
+        row["number"] for row in studies["conditional"]["examples"]["use few channels"]
+    ]
+    assert few[0].keys() == {"label", "answer", "macs", "number"}
+    assert text.count('data-shows="examples image_macs"') == 2
+
+
+def test_records_tell_when_a_run_was_trained_and_of_which_commit_if_it_knows(studies: Studies) -> None:
+    told = provenance(studies["pruned"])["trained"]
+    assert told["began"] <= told["ended"] and "commit" not in told
+    day = told["began"][:10]
+    assert f"Trained {day}" in page([studies["pruned"]])
+    result = studies["pruned"]["result"] | {"commit": "abc", "date": "2026-11-17T00:00:00+00:00"}
+    assert provenance(studies["pruned"] | {"result": result})["trained"]["commit"] == "abc"
+
+
+def test_runs_without_movable_gates_are_stars_without_a_curve(studies: Studies) -> None:
+    bare = {name: value for name, value in studies["pruned"].items() if name not in ("sweep", "histogram")}
+    bare |= {"name": "bare", "log": {"steps": [], "epochs": [], "histograms": []}, "notes": ["nothing over tau"]}
+    alone = page([bare])
+    assert "bare: nothing over tau" in alone and 'id="slider"' not in alone and 'id="trade_off-figure_1"' in alone
+    both = page([bare, studies["early"]])
+    assert 'id="moved-1"' in both and 'id="moved-0"' not in both and ">bare</text>" in both
+    picture = trade_off([bare])
+    assert picture is not None and "over tau" not in picture.caption

@@ -2,17 +2,24 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from headgate.analysis.report import page
 from headgate.errors import FileError, HeadgateError
+from headgate.exits.thresholds import NOBODY
 from headgate.training import study as module
-from headgate.training.study import study
+from headgate.training.adopt import adopt
+from headgate.training.onward import onward
+from headgate.training.start import go
+from headgate.training.study import _first_and_last, _series, study
 from tests.report.conftest import LOOK
-from tests.training.runs import run
+from tests.training.runs import QUIET, RECIPE, run
 
 Studies = dict[str, dict[str, Any]]
 
@@ -52,15 +59,82 @@ def test_examples_are_the_cheapest_and_the_dearest_images(studies: Studies) -> N
     assert round(few[0]["macs"]) == quantiles[0] and round(many[0]["macs"]) == quantiles[-1]
     assert all(row["picture"].startswith("data:image/png;base64,") for row in few + many)
     first, stay = studies["early"]["examples"].values()
-    assert {row["exit"] for row in first} == {"layer1"} and stay[0]["macs"] >= first[0]["macs"]
+    assert {row["exit"] for row in first} <= {"layer1", "layer2"} and {row["exit"] for row in stay} == {"last"}
+
+
+def test_exits_out_of_use_have_no_say_in_who_leaves_first() -> None:
+    p_NK = np.array([[0.9, 0.1], [0.1, 0.9], [0.8, 0.7], [0.7, 0.2], [0.2, 0.0]])
+    early, late = _first_and_last(p_NK, np.array([0, 1, 0, 0, 2]), [0.5, 0.5])
+    assert early.tolist() == [0, 2, 3, 1] and late.tolist() == [4]
+    early, late = _first_and_last(p_NK, np.array([2, 1, 1, 2, 2]), [NOBODY, 0.5])
+    assert early.tolist() == [1, 2] and late.tolist() == [4, 0, 3]
+    early, late = _first_and_last(p_NK, np.array([2] * 5), [NOBODY, NOBODY])
+    assert early.tolist() == [] and late.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_how_sure_exits_are_is_told_of_every_image(studies: Studies) -> None:
+    found = studies["early"]["leaving"]
+    assert found["exits"] == ["layer1", "layer2"] and len(found["taus"]) == 2
+    assert [sum(counts) for counts in found["counts"]] == [360, 360]
+    assert found["used"] == [tau < NOBODY for tau in found["taus"]]
+    assert "histogram" not in studies["early"]
 
 
 def test_gates_are_followed_over_the_epochs(studies: Studies) -> None:
-    for name in ("pruned", "conditional"):
+    for name in ("pruned", "conditional", "early"):
         log = studies[name]["log"]
-        assert [line["at"] for line in log["epochs"]] == [1, 2, 3, 4]  # dense, two of gates, tune
+        ends = [1, 2, 3] if name == "early" else [1, 2, 3, 4]  # dense, two of gates, tune
+        assert [line["at"] for line in log["epochs"]] == ends
         assert [line["at"] for line in log["histograms"]] == [2, 3]
         assert all(sum(line["histogram"]) > 0 for line in log["histograms"])
+
+
+def test_runs_of_a_series_differ_in_target_and_seed_alone() -> None:
+    def of(**changes: Any) -> dict[str, Any]:
+        return {"recipe": replace(RECIPE, **changes).to_json()}
+
+    plain = of()
+    places = {"weights": "/a/b.safetensors", "data_dir": "/a", "workers": 3}
+    assert _series(plain) == _series(of(target="0.7", seed=3, name="other", **places))
+    others = [of(kind="dynamic"), of(kind="dynamic", granularity="layer"), of(tune_epochs=2), of(round_to=8)]
+    others += [plain | {"before": plain}, plain | {"averaged": [plain, plain]}]
+    others += [plain | {"adopted": {"name": "net", **plain}}, plain | {"before": of(tune_epochs=2)}]
+    assert len({_series(each) for each in [plain, *others]}) == len(others) + 1
+    assert _series(plain | {"before": plain}) == _series(of(target="0.7") | {"before": of(target="0.7", seed=1)})
+
+
+@pytest.fixture(scope="module")
+def adopted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run made of a network that was trained elsewhere: without gates, and without a log."""
+    place, theirs = tmp_path_factory.mktemp("adopted"), folders["pruned"]
+    result = json.loads((theirs / "result.json").read_text(encoding="utf-8"))
+    save_file(load_file(theirs / "dense.safetensors"), place / "start.safetensors")
+    record = {"recipe": result["recipe"], "accuracy": result["accuracy"]["shrunk"], "before": []}
+    adopt(place / "run", theirs / "small.safetensors", record, str(place / "start.safetensors"), QUIET)
+    return place / "run"
+
+
+def test_a_network_trained_elsewhere_shows_what_can_be_told_of_it(adopted: Path, studies: Studies) -> None:
+    found, theirs = study(adopted, LOOK), studies["pruned"]
+    assert found["layers"] == theirs["layers"] and found["result"]["accuracy"]["shrunk"] == pytest.approx(
+        theirs["result"]["accuracy"]["shrunk"]
+    )
+    assert {row["batch"] for row in found["latency"]} == {1, 32}
+    assert found.keys() & {"sweep", "histogram", "classes"} == set() and found["trained"] == {}
+    (note,) = found["notes"]
+    text = page([found, studies["conditional"]])
+    assert note in text and text.count('id="moved-') == 1 and str(adopted.parent) not in text
+    assert "headgate zoo small --weights start.safetensors" in text
+    assert 'id="slider"' not in page([found]) and 'id="trade_off-figure_1"' in page([found])
+
+
+def test_nor_is_more_asked_of_a_run_that_tunes_it_on(adopted: Path) -> None:
+    later = adopted.parent / "later"
+    go(later, onward(adopted, {"tune_epochs": 1}), QUIET, earlier=adopted)
+    found = study(later, LOOK)
+    assert found["layers"] and found["latency"] and "sweep" not in found and len(found["notes"]) == 1
+    assert [line["phase"] for line in found["log"]["epochs"]] == ["tune"] and found["trained"]["began"]
+    assert "<svg" in page([found, study(adopted, LOOK)])
 
 
 def test_what_was_found_is_kept(

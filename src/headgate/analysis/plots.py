@@ -1,8 +1,8 @@
 """Figures of a run: from plain data to matplotlib figures, and from those to files and to what a page can carry.
 
 Every figure is a function from a study (see `training/study.py`) to a `Figure`, or None where a run has nothing of the
-kind. Colours are told apart by the colour-blind (Okabe and Ito's), and in a page they are variables, so that light and
-dark follow the reader. Knows nothing of torch.
+kind. Colours are told apart by the colour-blind, and where runs are compared each has a sign of its own too; in a page
+colours are variables, so that light and dark follow the reader. Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from headgate.errors import HeadgateError
 
 Study = Mapping[str, Any]
 
-INK, QUIET = "#1a1d21", "#8a9099"
-SERIES = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
-"""Okabe and Ito's colours, in an order in which neighbours differ most."""
+INK, QUIET = "#1a1d21", "#6a717b"
+SERIES = ("#233d5c", "#e55a14", "#539c6f", "#453004", "#cc67c7", "#9049ff")
+"""The page's light theme, chosen by a search for six that differ most for every kind of colour-blindness, with enough
+contrast to be seen; a test measures them."""
+SIGNS = "*PXov<>p"
+"""Of runs: none that published or dense networks have."""
 VARIABLES = {INK: "--ink", QUIET: "--quiet", **{color: f"--series-{n}" for n, color in enumerate(SERIES)}}
 HEAT = "cividis"
 WIDTH = 4.6
@@ -40,10 +43,16 @@ NAMED_LAYERS = 24
 """More layers than that, and only where a stage begins is named."""
 STAGES = 16
 FEW_POINTS = 20
-NEAR = (0.16, 0.07)
-"""Published points nearer to each other than that (share of MACs, share of the axis) get one label."""
+NEAR, AWAY = 3.0, (4.0, 11.0, 18.0, 27.0)
+"""In points: published points nearer to each other than the first get one label; labels are as far from them as one of
+the others."""
+LETTER_POINTS, LINE_POINTS = 5.0, 9.0
+"""Of the labels."""
 ROOM = 68
 """Letters of a legend that fit side by side."""
+LETTER, LINE = 0.022, 12
+"""Of names above a figure: the width of a letter as a share of the figure's, the height of a line in points."""
+OUT = " (out of use)"
 NAMED_GATES, NAMED_CLASSES = 64, 40
 """In heatmaps: more of them, and none is named."""
 
@@ -130,18 +139,39 @@ def training(study: Study) -> Picture | None:
 def _phases(both: Sequence[Any], epochs: Sequence[Mapping[str, Any]]) -> None:
     """Lines between the phases, and their names on top."""
     first, start = 0.0, epochs[0]["phase"]
+    spans: list[tuple[str, float, float]] = []
     for number, line in enumerate(epochs):
         last = number == len(epochs) - 1
         if last or epochs[number + 1]["phase"] != start:
-            both[0].text((first + line["at"]) / 2, 1.02, start, ha="center", transform=both[0].get_xaxis_transform())
+            spans.append((start, first, line["at"]))
             if not last:
                 for axes in both:
                     axes.axvline(line["at"], color=QUIET, linewidth=0.8)
                 first, start = line["at"], epochs[number + 1]["phase"]
+    for (name, left, right), row in zip(spans, _rows_of(spans), strict=True):
+        both[0].annotate(
+            name, ((left + right) / 2, 1), xycoords=both[0].get_xaxis_transform(), xytext=(0, 3 + LINE * row),
+            textcoords="offset points", ha="center", annotation_clip=False,
+        )  # fmt: skip
+
+
+def _rows_of(spans: Sequence[tuple[str, float, float]]) -> list[int]:
+    """On which line each name stands: the lowest on which it does not touch those before it."""
+    ends: list[float] = []
+    rows = []
+    for name, left, right in spans:
+        half = len(name) * LETTER * spans[-1][2] / 2
+        middle = (left + right) / 2
+        row = next((number for number, end in enumerate(ends) if end < middle - half), len(ends))
+        ends[row : row + 1] = [middle + half]
+        rows.append(row)
+    return rows
 
 
 def polarisation(study: Study) -> Picture | None:
     """How sure the gates are: p over the epochs, and the share that is polarised."""
+    if study.get("leaving"):
+        return _leaving(study)
     history, final = study["log"]["histograms"], study.get("histogram")
     shares = _points(study["log"]["epochs"], "polarised")
     if not history and not final:
@@ -150,15 +180,8 @@ def polarisation(study: Study) -> Picture | None:
         shares = []  # one point is no curve
     figure, axes = _new(4.0 if shares else 2.4, 2 if shares else 1)
     upper = axes[0] if shares else axes
-    if history and len(history) > 1:
-        table = np.array([np.asarray(line["histogram"]) / max(sum(line["histogram"]), 1) for line in history]).T
-        ends = (0.5, len(history) + 0.5, 0.0, 1.0)
-        image = upper.imshow(np.sqrt(table), origin="lower", aspect="auto", extent=ends, cmap=HEAT, vmin=0, vmax=1)
-        bar = figure.colorbar(image, ax=upper, label="share of gates", ticks=np.sqrt([0, 0.05, 0.25, 0.5, 1]))
-        bar.ax.set_yticklabels(["0", "5 %", "25 %", "50 %", "100 %"])
-        upper.set_xlabel("epochs of gates")
-        upper.set_ylabel("p(open)")
-        upper.xaxis.get_major_locator().set_params(integer=True)
+    if len(history) > 1:
+        _heat_of_epochs(figure, upper, history, "p(open)", "share of gates")
     else:
         counts = np.asarray(final if final else history[0]["histogram"], dtype=np.float64)
         edges = np.linspace(0, 1, len(counts) + 1)
@@ -179,6 +202,47 @@ def polarisation(study: Study) -> Picture | None:
         figure,
         ("log", "histogram"),
     )
+
+
+def _heat_of_epochs(figure: Any, axes: Any, history: Sequence[Mapping[str, Any]], what: str, share: str) -> None:
+    """How p is distributed, epoch by epoch."""
+    table = np.array([np.asarray(line["histogram"]) / max(sum(line["histogram"]), 1) for line in history]).T
+    ends = (0.5, len(history) + 0.5, 0.0, 1.0)
+    image = axes.imshow(np.sqrt(table), origin="lower", aspect="auto", extent=ends, cmap=HEAT, vmin=0, vmax=1)
+    bar = figure.colorbar(image, ax=axes, label=share, ticks=np.sqrt([0, 0.05, 0.25, 0.5, 1]))
+    bar.ax.set_yticklabels(["0", "5 %", "25 %", "50 %", "100 %"])
+    axes.set_xlabel("epochs of gates")
+    axes.set_ylabel(what)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _leaving(study: Study) -> Picture:
+    """The same of exits: P(leave) over the epochs, and at the end exit by exit, with its threshold."""
+    history, found = study["log"]["histograms"], study["leaving"]
+    both = len(history) > 1
+    figure, axes = _new(4.4 if both else 2.6, 2 if both else 1)
+    lower = axes[1] if both else axes
+    if both:
+        _heat_of_epochs(figure, axes[0], history, "P(leave)", "share, all exits")
+    rows = zip(found["exits"], found["taus"], found["used"], found["counts"], strict=True)
+    for number, (name, tau, used, counts) in enumerate(rows):
+        color, dashes = SERIES[number % len(SERIES)], ("-", "--", "-.", ":")[number % 4]
+        edges = np.linspace(0, 1, len(counts) + 1)
+        shares = np.asarray(counts) / max(sum(counts), 1)
+        lower.stairs(shares, edges, color=color, linestyle=dashes, linewidth=1.6, label=name + ("" if used else OUT))
+        if used and 0 <= tau <= 1:
+            lower.plot([tau, tau], [0, 1], color=color, linestyle=dashes, linewidth=0.8)
+    lower.set_ylim(0, 1.02)
+    lower.set_xlabel("P(leave), at the end")
+    lower.set_ylabel("share of images")
+    lower.yaxis.set_major_formatter(_percent)
+    _legend(figure, lower)
+    over_epochs = "above, on the last training images of each epoch; below, " if both else ""
+    caption = (
+        f"How sure the exits' gates are: {over_epochs}at the end, on {sum(found['counts'][0]):,} images wherever they "
+        "leave. Upright lines: the thresholds, above which images leave."
+    )
+    return Picture("polarisation", caption, figure, ("log", "leaving"))
 
 
 def layers(study: Study) -> Picture | None:
@@ -217,8 +281,9 @@ def _named_layers(names: Sequence[str]) -> tuple[list[int], list[str]]:
 
 
 def trade_off(studies: Sequence[Study], published: Sequence[Published] = ()) -> Picture | None:
-    """Accuracy against MACs: the runs, what tau does to them, and what others have published."""
-    if not any(study.get("sweep") for study in studies):
+    """Accuracy against MACs: the runs, what tau does to them where their gates were kept, and what others have
+    published."""
+    if not any(_has_ended(study) for study in studies):
         return None
     with _style():
         return _trade_off(studies, published)
@@ -226,58 +291,98 @@ def trade_off(studies: Sequence[Study], published: Sequence[Published] = ()) -> 
 
 def _trade_off(studies: Sequence[Study], published: Sequence[Published]) -> Picture:
     figure, axes = _new(3.6)
-    for ends in _over_targets(studies):
-        axes.plot(*_columns(ends), color=INK, linewidth=0.9, linestyle="--")
+    joined = _over_targets(studies)
+    for number, ends in enumerate(joined):
+        axes.plot(*_columns(ends), color=INK, linewidth=0.9, linestyle="--", gid=f"targets-{number}")
     for number, study in enumerate(studies):
-        if not study.get("sweep"):
+        if not _has_ended(study):
             continue
-        color = SERIES[number % len(SERIES)]
-        result, sweep = study["result"], study["sweep"]
-        shown = [(point["macs_fraction"], 100 * point["accuracy"]) for point in sweep]
+        color, sign = SERIES[number % len(SERIES)], SIGNS[number % len(SIGNS)]
+        shown = [(point["macs_fraction"], 100 * point["accuracy"]) for point in study.get("sweep", ())]
         axes.plot(*_columns(shown), color=color, linewidth=1.0, alpha=0.7)
         for place, (x, y) in enumerate(shown):
-            axes.plot([x], [y], "o", color=color, markersize=3.5, gid=f"tau-{number}-{place}")
+            axes.plot([x], [y], sign, color=color, markersize=4, gid=f"tau-{number}-{place}")
         at = _end(study)
-        marker = "*Xps"[number // len(SERIES) % 4]
-        axes.plot(*[[value] for value in at], marker, color=color, markersize=12, label=study["name"])
-        axes.plot([1.0], [100 * result["accuracy"]["dense"]], "D", color=color, markersize=4, fillstyle="none")
+        axes.plot(*[[value] for value in at], sign, color=color, markersize=11, label=study["name"])
+        dense = 100 * study["result"]["accuracy"]["dense"]
+        axes.plot([1.0], [dense], "D", color=color, markersize=4, fillstyle="none")
     for each in published:
-        axes.plot([each.macs_fraction], [each.accuracy], "s" if each.conditional else "^", color=QUIET, markersize=5)
+        sign, fill = "s" if each.conditional else "^", "none" if each.measured_here else "full"
+        axes.plot([each.macs_fraction], [each.accuracy], sign, color=QUIET, markersize=5, fillstyle=fill)
     axes.set_xlabel("MACs, of the dense network's")
     axes.set_ylabel("accuracy, %")
     axes.xaxis.set_major_formatter(_percent)
     axes.set_ylim(bottom=max(axes.get_ylim()[0], _floor(studies, published)))
-    _number_(axes, published)
     _legend(figure, axes)
-    caption = (
-        "Accuracy against MACs. Large signs: the runs; small points: their gated networks over tau; diamonds: dense."
-    )
     if published:
-        caption += " Grey, by number: published by others (triangles pruned, squares conditional)."
-    return Picture("trade_off", caption, figure, ("sweep", "result"))
+        _number_(figure, axes, published)
+    return Picture("trade_off", _told(studies, joined, published), figure, ("sweep", "result"))
 
 
-def _number_(axes: Any, published: Sequence[Published]) -> None:
-    """The numbers of published points; those that would lie on each other in one label."""
-    low, high = axes.get_ylim()
-    groups: list[list[int]] = []
-    for number, here in enumerate(published):
-        near = [
-            group
-            for group in groups
-            if any(
-                abs(here.macs_fraction - published[other].macs_fraction) < NEAR[0]
-                and abs(here.accuracy - published[other].accuracy) < NEAR[1] * (high - low)
-                for other in group
-            )
-        ]
-        groups = [group for group in groups if group not in near] + [[*(n for group in near for n in group), number]]
-    for group in groups:
-        first = min((published[number] for number in group), key=lambda each: each.macs_fraction)
+def _told(studies: Sequence[Study], joined: Sequence[Any], published: Sequence[Published]) -> str:
+    """What each kind of sign and line is, of those that are there."""
+    parts = ["Accuracy against MACs. Large signs: the runs"]
+    if any(study.get("sweep") for study in studies):
+        parts.append("small ones: their gated networks over tau")
+    parts.append("diamonds: dense")
+    if joined:
+        parts.append("dashed: one recipe at several targets (the mean of runs at the same one)")
+    caption = "; ".join(parts) + "."
+    if published:
+        kinds = {False: "full: published by others", True: "hollow: measured for this package"}
+        there = [told for here, told in kinds.items() if any(each.measured_here is here for each in published)]
+        caption += f" Grey, by number (triangles pruned, squares conditional), {'; '.join(there)}."
+    return caption
+
+
+def _number_(figure: Any, axes: Any, published: Sequence[Published]) -> None:
+    """Numbers beside published points: one label for those that lie on each other, each where it covers nothing."""
+    figure.draw_without_rendering()  # only now is it known where things are
+    to_points = 72 / figure.dpi
+    places = [axes.transData.transform((each.macs_fraction, each.accuracy)) * to_points for each in published]
+    taken = [
+        _box(axes.transData.transform(at) * to_points, line.get_markersize(), line.get_markersize())
+        for line in axes.lines
+        if line.get_marker() != "None"
+        for at in line.get_xydata()
+    ]
+    inside = axes.bbox.extents * to_points
+    for group in _lying_on_each_other(places):
+        text = _ranges([number + 1 for number in group])
+        offset, far = _free_place(places[group[0]], LETTER_POINTS * len(text), taken, inside)
+        taken.append(_box(places[group[0]] + offset, LETTER_POINTS * len(text), LINE_POINTS))
+        first = published[group[0]]
+        line = {"arrowstyle": "-", "color": QUIET, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2} if far else None
         axes.annotate(
-            _ranges([number + 1 for number in sorted(group)]), (first.macs_fraction, first.accuracy),
-            xytext=(-6, 0), textcoords="offset points", color=QUIET, fontsize=8, ha="right", va="center",
+            text, (first.macs_fraction, first.accuracy), xytext=tuple(offset), textcoords="offset points", color=QUIET,
+            fontsize=8, ha="center", va="center", arrowprops=line,
         )  # fmt: skip
+
+
+def _lying_on_each_other(places: Sequence[Any]) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for number, here in enumerate(places):
+        near = [group for group in groups if any(np.linalg.norm(here - places[other]) < NEAR for other in group)]
+        groups = [group for group in groups if group not in near] + [[*(n for group in near for n in group), number]]
+    return [sorted(group) for group in groups]
+
+
+def _free_place(here: Any, width: float, taken: Sequence[Any], inside: Any) -> tuple[Any, bool]:
+    """Where a label of this width goes, seen from its point: the nearest place that is free; and whether that is far.
+    Where none is, beside the point all the same."""
+    for distance in AWAY:
+        for direction in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)):
+            offset = np.array(direction) * (distance + np.array([width, LINE_POINTS]) / 2)
+            left, low, right, high = _box(here + offset, width, LINE_POINTS)
+            free = all(left >= r or right <= x or low >= t or high <= b for x, b, r, t in taken)
+            if free and left >= inside[0] and low >= inside[1] and right <= inside[2] and high <= inside[3]:
+                return offset, distance != AWAY[0]
+    return np.array([-AWAY[0] - width / 2, 0.0]), False
+
+
+def _box(middle: Any, width: float, height: float) -> tuple[float, float, float, float]:
+    x, y = middle
+    return x - width / 2, y - height / 2, x + width / 2, y + height / 2
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -292,12 +397,20 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _over_targets(studies: Sequence[Study]) -> list[list[tuple[float, float]]]:
-    """The ends of runs that differ in their target, in the order of their MACs."""
-    groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    """The ends of runs that differ in nothing but their target and seed, in the order of their MACs: the mean of those
+    of one target. One target alone is no curve."""
+    groups: dict[tuple[str, str], dict[float, list[tuple[float, float]]]] = {}
     for study in studies:
-        if study.get("sweep"):
-            groups.setdefault((study["model"], study["data"], study["kind"]), []).append(_end(study))
-    return [sorted(ends) for ends in groups.values() if len(ends) > 1]
+        if _has_ended(study):
+            of_series = groups.setdefault((study["data"], study["series"]), {})
+            of_series.setdefault(study["asked"], []).append(_end(study))
+    means = [[np.mean(ends, 0).tolist() for ends in targets.values()] for targets in groups.values()]
+    return [sorted((macs, accuracy) for macs, accuracy in ends) for ends in means if len(ends) > 1]
+
+
+def _has_ended(study: Study) -> bool:
+    """Whether a run has come to a network that costs less than the dense one."""
+    return bool(study.get("result")) and last_network(study["result"]) != "dense"
 
 
 def _end(study: Study) -> tuple[float, float]:
@@ -308,7 +421,8 @@ def _end(study: Study) -> tuple[float, float]:
 
 def _floor(studies: Sequence[Study], published: Sequence[Published]) -> float:
     """The lowest accuracy worth showing: a tau at which nothing is left says little, and flattens the rest."""
-    return min([*(_end(study)[1] for study in studies if study.get("sweep")), *(e.accuracy for e in published)]) - 12
+    ends = [_end(study)[1] for study in studies if _has_ended(study)]
+    return min([*ends, *(each.accuracy for each in published)]) - 12
 
 
 def last_network(result: Mapping[str, Any]) -> str:
@@ -356,7 +470,9 @@ def heatmap(study: Study) -> Picture | None:
     if gates <= NAMED_GATES:
         axes.set_yticks(range(gates), found["gates"], fontsize=7)
     else:
-        axes.set_ylabel(f"the {gates} most telling of {found['numbers']['deciding_gates']} gates that decide")
+        deciding = found["numbers"]["deciding_gates"]
+        which = f"all {gates} gates" if gates == deciding else f"the {gates} most telling of {deciding} gates"
+        axes.set_ylabel(f"{which} that decide")
         axes.set_yticks([])
     bar = figure.colorbar(image, ax=axes, label="open for", format=_percent)
     bar.outline.set_visible(False)

@@ -6,9 +6,16 @@ const percent = (share, digits) => (100 * share).toFixed(digits) + " %";
 
 function sortBy(button) {
   const head = button.closest("th");
+  const down = head.getAttribute("aria-sort") !== "descending";
+  for (const other of head.parentNode.children) other.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", down ? "descending" : "ascending");
+  sortRows(head);
+}
+
+function sortRows(head) {
   const rows = [...head.closest("table").tBodies[0].rows];
   const column = [...head.parentNode.children].indexOf(head);
-  const down = head.getAttribute("aria-sort") !== "descending";
+  const down = head.getAttribute("aria-sort") === "descending";
   const value = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent.trim();
   const number = (text) => (text === "" ? Number.NEGATIVE_INFINITY : Number(text));
   rows.sort((a, b) => {
@@ -16,8 +23,6 @@ function sortBy(button) {
     const order = Number.isNaN(number(x)) || Number.isNaN(number(y)) ? x.localeCompare(y) : number(x) - number(y);
     return down ? -order : order;
   });
-  for (const other of head.parentNode.children) other.removeAttribute("aria-sort");
-  head.setAttribute("aria-sort", down ? "descending" : "ascending");
   head.closest("table").tBodies[0].append(...rows);
 }
 
@@ -26,10 +31,15 @@ function moveTau(place) {
     if (!study.sweep) continue;
     const point = study.sweep[place];
     const row = document.getElementById(`moved-${number}`);
-    row.querySelector("[data-what=accuracy]").textContent = percent(point.accuracy, 2);
-    row.querySelector("[data-what=macs]").textContent = percent(point.macs_fraction, 1);
-    const time = point.milliseconds ? point.milliseconds.median_ms.toFixed(2) : "";
-    row.querySelector("[data-what=milliseconds]").textContent = time;
+    const put = (what, value, text) => {
+      const cell = row.querySelector(`[data-what=${what}]`);
+      cell.textContent = text;
+      cell.dataset.value = value;
+    };
+    const time = point.milliseconds?.median_ms;
+    put("accuracy", point.accuracy, percent(point.accuracy, 2));
+    put("macs", point.macs_fraction, percent(point.macs_fraction, 1));
+    put("milliseconds", time ?? "", time === undefined ? "" : time.toFixed(2));
     document.getElementById("tau").textContent = point.tau.toFixed(2);
     document.getElementById("slider").setAttribute("aria-valuetext", "tau " + point.tau.toFixed(2));
     study.sweep.forEach((_, each) => {
@@ -37,6 +47,8 @@ function moveTau(place) {
       if (dot) dot.classList.toggle("now", each === place);
     });
   }
+  const sorted = document.querySelector("[id^=moved-]")?.closest("table").querySelector("th[aria-sort]");
+  if (sorted) sortRows(sorted); // as the reader has asked for, whatever tau is
 }
 
 function openRecord(details) {

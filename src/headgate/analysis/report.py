@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from headgate.analysis.plots import Picture, Study, last_network, pictures_of, svg, trade_off
-from headgate.analysis.published import Published, exits_published_for, published_for
+from headgate.analysis.published import PEERS_HOW, Published, exits_published_for, published_for
 
 PLACES = {
     "training": "Training", "polarisation": "How sure the gates are", "layers": "Where the MACs went",
@@ -52,6 +52,8 @@ def page(studies: Sequence[Study], title: str = "headgate report") -> str:
             for picture in drawn[study["name"]]
             if picture.name == name
         ]
+        if name == "classes":
+            cards += [_undecided(study, number) for number, study in enumerate(studies) if _none_decides(study)]
         if cards:
             sections.append(_section(heading, "".join(f'<div class="card">{card}</div>' for card in cards), grid=True))
     sections += [_examples(studies), _provenance(studies)]
@@ -69,8 +71,8 @@ def page(studies: Sequence[Study], title: str = "headgate report") -> str:
 def provenance(study: Study) -> dict[str, Any]:
     """What every record says of how it came about."""
     result = study.get("result") or {}
-    known = ("versions", "cpu", "threads", "processes", "measured_on", "images", "seconds")
-    trained = {name: result[name] for name in known if name in result}
+    known = ("commit", "date", "versions", "cpu", "threads", "processes", "measured_on", "images", "seconds")
+    trained = study.get("trained", {}) | {name: result[name] for name in known if name in result}
     return {"command": study["command"], "trained": trained} | (
         {"looked": study["looked"]} if "looked" in study else {}
     )  # fmt: skip
@@ -98,8 +100,8 @@ def _summary(studies: Sequence[Study]) -> str:
         timed = [row for row in study.get("latency", ()) if (row["engine"], row["batch"]) == (engine, batch)]
         speed = timed[0]["speed_up"] if timed else None
         cells += [_cell("" if speed is None else f"{speed:.2f}×", speed)]
-        seconds = sum(result["seconds"].values())
-        cells += [_cell(f"{seconds / 60:.1f} min", seconds)]
+        seconds = sum(result["seconds"].values()) if result["seconds"] else None
+        cells += [_cell("" if seconds is None else f"{seconds / 60:.1f} min", seconds)]
         rows.append(cells)
     told = {
         f"{study['result']['images']:,} {study['result']['measured_on']} images"
@@ -115,7 +117,17 @@ def _summary(studies: Sequence[Study]) -> str:
 def _trade_off(studies: Sequence[Study], drawn: Sequence[Picture]) -> str:
     if not drawn:
         return ""
+    shown = tuple(number for number, study in enumerate(studies) if study.get("result"))
+    cards = [_figure(drawn[0], None, shown), _moved(studies) + _key(studies)]
+    inside = "".join(f'<div class="card">{card}</div>' for card in cards if card)
+    return _section("Accuracy, MACs, milliseconds", f'<div class="grid two">{inside}</div>')
+
+
+def _moved(studies: Sequence[Study]) -> str:
+    """The slider, and the table that it moves: of the runs whose gates were kept."""
     numbers = tuple(number for number, study in enumerate(studies) if study.get("sweep"))
+    if not numbers:
+        return ""
     rows = [
         f'<tr id="moved-{number}"><td>{_text(studies[number]["name"])}</td>'
         + "".join(f'<td data-what="{what}"></td>' for what in ("accuracy", "macs", "milliseconds"))
@@ -123,32 +135,41 @@ def _trade_off(studies: Sequence[Study], drawn: Sequence[Picture]) -> str:
         for number in numbers
     ]
     most = len(studies[numbers[0]]["sweep"]) - 1
-    moved = (
+    return (
         "<h3>Move tau</h3>"
         '<div class="slider"><label for="slider">tau</label>'
         f'<input type="range" id="slider" min="0" max="{most}" value="{most // 2}" step="1" aria-describedby="tau">'
         '<output id="tau" for="slider"></output></div>'
-        '<div class="scroll"><table><thead><tr>'
-        + "".join(f'<th scope="col">{name}</th>' for name in ("run", "accuracy", "MACs left", "ms"))
-        + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        f'<p class="quiet">On {min(studies[number]["images"] for number in numbers):,} images; milliseconds an image, '
-        "one at a time. A gate is open where p is above tau; at an exit, images leave where it is. Pruned runs are "
-        "shown before tuning.</p>"
+        + _sortable(("run", "accuracy", "MACs left", "ms"), rows)
+        + f'<p class="quiet">On {min(studies[number]["images"] for number in numbers):,} images; milliseconds an '
+        "image, one at a time. A gate is open where p is above tau; at the first exit in use images leave where it is, "
+        "and the thresholds of the others move along. Pruned runs are shown before tuning.</p>"
     )
-    published = published_of(studies)
-    key = ""
-    if published:
+
+
+def _key(studies: Sequence[Study]) -> str:
+    """What the numbers of the figure stand for, and what was published without MACs and has no place in it."""
+    numbered = list(enumerate(published_of(studies), 1))
+    text = ""
+    for heading, here in (("Published by others", False), ("Measured for this package", True)):
         items = "".join(
-            f"<li>{_text(each.who)}, {_text(each.model)}: {each.accuracy:.2f} % at {each.macs_fraction:.0%} of the MACs"
+            f'<li value="{number}">{_text(each.who)}, {_text(each.model)}: {each.accuracy:.2f} % at '
+            f"{each.macs_fraction:.0%} of the MACs"
             + (f", from {each.dense_accuracy:.2f} %" if each.dense_accuracy is not None else "")
             + (", conditional" if each.conditional else "")
             + "</li>"
-            for each in published
+            for number, each in numbered
+            if each.measured_here is here
         )
-        key = f"<h3>Published by others</h3><ol>{items}</ol>"
-    figure = _figure(drawn[0], None, numbers)
-    cards = f'<div class="card">{figure}</div><div class="card">{moved}{key}</div>'
-    return _section("Accuracy, MACs, milliseconds", f'<div class="grid two">{cards}</div>')
+        how = f'<p class="quiet">{_text(PEERS_HOW)}</p>' if here else ""
+        text += f"<h3>{heading}</h3><ol>{items}</ol>{how}" if items else ""
+    asked = dict.fromkeys((study["model"], study["data"]) for study in studies if study["kind"] == "exits")
+    for each in [each for model, data in asked for each in exits_published_for(model, data)]:
+        text += (
+            f'<p class="quiet">{_text(each.who)}, {_text(each.model)} with exits: {each.accuracy:.2f} % together, '
+            f"{each.accuracy_of_last:.2f} % at the last exit alone; MACs were not published.</p>"
+        )
+    return text
 
 
 def _beside(name: str, study: Study) -> str:
@@ -169,8 +190,23 @@ def _beside(name: str, study: Study) -> str:
     return ""
 
 
+def _none_decides(study: Study) -> bool:
+    return "classes" in study and not study["classes"]["gates"]
+
+
+def _undecided(study: Study, number: int) -> str:
+    """Where there is nothing to draw, that is what there is to say."""
+    return f"<h3>{_text(study['name'])}</h3>" + _words(study["classes"]) + _record((number,), ("classes",))
+
+
 def _words(found: Mapping[str, Any]) -> str:
     numbers = found["numbers"]
+    if not numbers["deciding_gates"]:
+        sentence = (
+            f"No gate decides: each of the {numbers['gates']} gates is open for all of {numbers['images']:,} images, "
+            "or closed for all, so that they tell nothing of the class."
+        )
+        return f"<p>{_text(sentence)}</p>"
     sentence = (
         f"{numbers['deciding_gates']} of {numbers['gates']} gates are open for some images and closed for others. "
         f"{numbers['specialised_gates']} of them tell more of the class than chance: on average a deciding gate tells "
@@ -213,7 +249,7 @@ def _examples(studies: Sequence[Study]) -> str:
         for what, rows in study.get("examples", {}).items():
             shown = "".join(_example(row, names, dense) for row in rows)
             heading = f"<h3>{_text(study['name'])}: images that {_text(what)}</h3>"
-            record = _record((number,), ("image_macs",))
+            record = _record((number,), ("examples", "image_macs"))
             cards.append(f'<div class="card">{heading}<div class="examples">{shown}</div>{record}</div>')
     return _section("Images", "".join(cards), grid=True) if cards else ""
 
@@ -238,15 +274,22 @@ def _provenance(studies: Sequence[Study]) -> str:
         told = provenance(study)
         lines = [f"<pre>{_text(told['command'])}</pre>"]
         for when in ("trained", "looked"):
-            if told.get(when):
+            if "versions" in told.get(when, {}):
                 versions = ", ".join(f"{name} {version}" for name, version in told[when]["versions"].items())
-                where = f"{WHEN[when]} on {told[when]['cpu']}, threads: {told[when]['threads']}; {versions}"
+                dates = _dates(told[when])
+                where = f"{WHEN[when]}{dates} on {told[when]['cpu']}, threads: {told[when]['threads']}; {versions}"
                 lines.append(f'<p class="quiet">{_text(where)}</p>')
         cards.append(
             f'<div class="card"><h3>{_text(study["name"])}</h3>{"".join(lines)}'
             f"{_record((number,), ('recipe', 'result'))}</div>"
         )
     return _section("How to repeat it", "".join(cards), grid=True)
+
+
+def _dates(told: Mapping[str, Any]) -> str:
+    """The day, or the days from first to last, as far as they are known."""
+    days = dict.fromkeys(told[name][:10] for name in ("began", "ended", "date") if name in told)
+    return f" {' to '.join(days)}" if days else ""
 
 
 # --------------------------------------------------------------------------------------------------------- parts
@@ -270,9 +313,12 @@ def _section(heading: str, content: str, grid: bool = False) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return _sortable(columns, [f"<tr>{''.join(row)}</tr>" for row in rows])
+
+
+def _sortable(columns: Sequence[str], rows: Sequence[str]) -> str:
     head = "".join(f'<th scope="col"><button type="button">{_text(column)}</button></th>' for column in columns)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _cell(text: str, value: float | None = None) -> str:
@@ -286,9 +332,13 @@ def _share(value: float, digits: int) -> str:
 
 def _kept(study: Study) -> dict[str, Any]:
     """What the page's script and records need; pictures are in the page already."""
-    return {
-        name: value for name, value in study.items() if name not in ("state", "examples", "format")
-    } | {"provenance": provenance(study)}  # fmt: skip
+    kept = {name: value for name, value in study.items() if name not in ("state", "format", "series", "trained")}
+    if "examples" in kept:
+        kept["examples"] = {
+            what: [{name: value for name, value in row.items() if name != "picture"} for row in rows]
+            for what, rows in kept["examples"].items()
+        }
+    return kept | {"provenance": provenance(study)}
 
 
 def _text(value: str) -> str:

@@ -117,7 +117,8 @@ def order(rates_GC: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def in_words(rates_GC: Floats, bits_G: Floats, gate_names: Sequence[str], class_names: Sequence[str]) -> list[str]:
-    """A sentence for each gate, the most telling first: which classes it serves, and which it leaves out.
+    """A sentence for each gate, the most telling first: which classes it serves, and which it leaves out; or, where it
+    serves all or leaves out all, for which it is open most and least.
 
     Classes without images are to be left out before.
     """
@@ -131,7 +132,7 @@ def _sentence(rates_C: Floats, class_names: Sequence[str]) -> str:
     falling = np.argsort(-rates_C, kind="stable")
     serves = [number for number in falling if rates_C[number] > MOSTLY]
     leaves = [number for number in falling[::-1] if rates_C[number] < HARDLY]
-    if not serves and not leaves:
+    if max(len(serves), len(leaves)) in (0, len(rates_C)):
         most, least = falling[0], falling[-1]
         return (
             f"open for {rates_C[most]:.0%} of {class_names[most]}, down to {rates_C[least]:.0%} of {class_names[least]}"

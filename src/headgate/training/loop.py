@@ -34,6 +34,8 @@ from headgate.training.team import Team
 EVAL_BATCH = 500
 DECIDED_EVERY = 50
 """Steps after which the thresholded cost is looked at again."""
+BINS = 20
+"""Of histograms of p."""
 SQUEEZE_EVERY = 50
 """Steps after which it is asked what has closed for good."""
 
@@ -171,8 +173,8 @@ def run_phase(phase: Phase, around: Surroundings) -> None:
         means = phase.totals.means(team)
         phase.totals = Totals()
         journal.epoch(means | _gate_values(gated, 0) | {"lr": lr} | around.every_epoch(phase))
-        if isinstance(gated, GatedModel) and not gated.settled:
-            journal.note("gates", {"histogram": gated.histogram()})
+        if (histogram := _histogram(gated, images, labels)) is not None:
+            journal.note("gates", {"histogram": histogram})
         # only now, with the epoch logged: a run that stops here goes on with the next
         _obey(phase, around, loss, last_of_phase=phase.step == epochs * steps)
     team.release()
@@ -248,6 +250,16 @@ def _gate_values(gated: GatedModel | ExitModel | None, step: int) -> dict[str, f
     if step % DECIDED_EVERY == 0:
         values["cost_decided"] = gated.thresholded_macs() / gated.dense_macs
     return values
+
+
+def _histogram(gated: GatedModel | ExitModel | None, images: Tensor, labels: Tensor) -> list[int] | None:
+    """How sure the gates are: parts of 0…1 by how many have their p there; of exits, P(leave) of these images."""
+    if isinstance(gated, GatedModel):
+        return None if gated.settled else gated.histogram(BINS)
+    if gated is None:
+        return None
+    counts, _ = np.histogram(gated.watch([(images, labels)]).p_NK.float().numpy(), BINS, (0.0, 1.0))
+    return [int(count) for count in counts]
 
 
 def _set_lr_(optimizer: Optimizer, lr: float) -> float:

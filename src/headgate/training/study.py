@@ -1,8 +1,9 @@
 """Everything that a report shows of a run, as plain data: gathered once, kept in the run's folder.
 
 Reads the run's recipe, log and networks; looks at the images it was judged by: where the MACs went, what tau does to
-accuracy, MACs and milliseconds, which gates open for which classes, which images are cheap and which are dear. Trains
-nothing. Knows nothing of pages or plots.
+accuracy, MACs and milliseconds, which gates open for which classes, which images are cheap and which are dear. What a
+run has not kept (gates that were left where a network was trained) is told, and left out. Trains nothing. Knows nothing
+of pages or plots.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from headgate.analysis.measure import torch_threads
 from headgate.analysis.pictures import data_url, stretched
@@ -27,18 +27,20 @@ from headgate.data.batches import Part
 from headgate.data.sources import DataSet
 from headgate.errors import HeadgateError
 from headgate.exits.cascade import ExitModel, Watched
+from headgate.exits.thresholds import NOBODY
 from headgate.gated import GatedModel
+from headgate.gates.budget import parse_target
 from headgate.graph.macs import macs_by_layer
 from headgate.graph.trace import tensors_in
 from headgate.training.ask import TAUS, bench, movable, network, open_run, sweep_milliseconds
 from headgate.training.journal import LOG_NAME, read_log
-from headgate.training.loop import EVAL_BATCH
+from headgate.training.loop import BINS, EVAL_BATCH
 from headgate.training.prepare import Start
-from headgate.training.recipe import Recipe
+from headgate.training.recipe import Recipe, without_places
 from headgate.training.repeat import commands, shown, without_folders
-from headgate.training.run import NETWORKS, RESULT, recipe_in, result_in
+from headgate.training.run import CASCADE, CONDITIONAL, GATED, NETWORKS, RESULT, recipe_in, result_in
 
-FORMAT = "headgate-study-2"
+FORMAT = "headgate-study-3"
 FILE = "study.json"
 EXAMPLES = 8
 WORDS = 12
@@ -47,6 +49,10 @@ MOST_ROWS, MOST_CLASSES = 160, 40
 MOST_STEPS = 400
 CURVES = {"step": "steps", "epoch": "epochs", "gates": "histograms"}
 """Lines of the log by their kind, and what becomes of them."""
+NO_GATES = (
+    "The folder has no network whose gates can still be moved (one that was trained elsewhere comes without): "
+    "no accuracy over tau, and nothing of how sure its gates were."
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,10 @@ def study(folder: Path, look: Look | None = None, data_dir: str | None = None) -
     found |= {"model": without_folders(recipe.model), "data": without_folders(recipe.data), "target": recipe.target}
     found |= {"kind": "exits" if recipe.exits else recipe.kind, "command": "\n".join(commands(recipe, result))}
     found["result"] = result and _shown_result(result)
+    found["trained"] = _dates(folder)
+    found["series"] = _series({"recipe": recipe.to_json()} | (result or {}))
+    if result is not None and recipe.gate_epochs:
+        found["asked"] = round(parse_target(recipe.target, result["macs"]["dense"]), 6)
     if finished:
         found |= _looked(folder, look, data_dir) if recipe.gate_epochs else {}
         with suppress(OSError):  # a folder that can't be written to is looked at again next time
@@ -88,7 +98,22 @@ def _shown_result(result: dict[str, Any]) -> dict[str, Any]:
         found["before"] = _with_recipe(found["before"])
     if "averaged" in found:
         found["averaged"] = [_with_recipe(each) for each in found["averaged"]]
+    if "adopted" in found:
+        origin = found["adopted"]
+        found["adopted"] = origin | {"recipe": shown(Recipe.from_json(origin["recipe"]))} | (
+            {"before": [_with_recipe(each) for each in origin["before"]]} if "before" in origin else {}
+        )  # fmt: skip
     return found
+
+
+def _series(result: Mapping[str, Any]) -> str:
+    """What runs have in common that differ in nothing but their target, their seed, and where their files are: the
+    recipe, and those of the runs they began with."""
+    recipe = replace(without_places(Recipe.from_json(result["recipe"])), name="", target="0.5", seed=0)
+    origin = result.get("adopted", {})
+    steps = [result["before"]] if "before" in result else result.get("averaged", origin.get("before", []))
+    parts = [shown(recipe), "averaged" in result, "adopted" in result, [_series(each) for each in steps]]
+    return json.dumps(parts, sort_keys=True)
 
 
 def _with_recipe(result: dict[str, Any]) -> dict[str, Any]:
@@ -113,6 +138,15 @@ def _kept(path: Path, state: dict[str, Any]) -> dict[str, Any] | None:
 
 
 # ------------------------------------------------------------------------------------------------------- the log
+
+
+def _dates(folder: Path) -> dict[str, str]:
+    """When the first and the last line of a run's log were written; of one that was trained elsewhere, nothing."""
+    path = folder / LOG_NAME
+    lines = list(read_log(path)) if path.is_file() else []
+    if not any(line.get("kind") == "epoch" for line in lines):
+        return {}
+    return {"began": lines[0]["time"], "ended": lines[-1]["time"]}
 
 
 def _log(folder: Path) -> dict[str, Any]:
@@ -145,16 +179,18 @@ def _looked(folder: Path, look: Look, data_dir: str | None) -> dict[str, Any]:
     start, data = open_run(folder, data_dir)
     part = Part(data.test, look.images, EVAL_BATCH)
     threads = look.threads or torch.get_num_threads()
-    moved = movable(folder, start).cpu()
+    kept = any((folder / file).is_file() for file in (GATED, CONDITIONAL, CASCADE))
+    moved = movable(folder, start).cpu() if kept else None
     found: dict[str, Any] = {"class_names": list(data.class_names), "images": len(part), "notes": []}
-    if isinstance(moved, ExitModel):
+    if moved is None:
+        found |= {"layers": _shrunk_layers(folder, start), "notes": [NO_GATES]}
+    elif isinstance(moved, ExitModel):
         watched = moved.watch(part)
         found |= _exits(folder, moved, watched, part, data, start)
-        points = moved.sweep_of(watched, TAUS)
+        found["sweep"] = [asdict(point) for point in moved.sweep_of(watched, TAUS)]
     else:
         found |= _channels(folder, moved, part, data, start)
-        points = moved.sweep_tau(part, TAUS)
-    found["sweep"] = [asdict(point) for point in points]
+        found["sweep"] = [asdict(point) for point in moved.sweep_tau(part, TAUS)]
     found["looked"] = {
         "cpu": cpu_model(), "threads": threads, "versions": versions_of(PACKAGES), "images": len(part),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -165,17 +201,18 @@ def _looked(folder: Path, look: Look, data_dir: str | None) -> dict[str, Any]:
 
 
 def _add_timings_(
-    found: dict[str, Any], folder: Path, moved: GatedModel | ExitModel, data: DataSet, look: Look, threads: int,
-    data_dir: str | None,
+    found: dict[str, Any], folder: Path, moved: GatedModel | ExitModel | None, data: DataSet, look: Look,
+    threads: int, data_dir: str | None,
 ) -> None:  # fmt: skip
     """Milliseconds, as far as they can be had: what can't be timed is told, and the rest is shown all the same."""
-    try:
-        with torch_threads(threads):
-            timings = sweep_milliseconds(moved, data.test, rounds=max(1, look.rounds // 3))
-        for point in found["sweep"]:
-            point["milliseconds"] = timings[point["tau"]].as_record()
-    except HeadgateError as error:
-        found["notes"].append(f"No milliseconds over tau: {error}")
+    if moved is not None:
+        try:
+            with torch_threads(threads):
+                timings = sweep_milliseconds(moved, data.test, rounds=max(1, look.rounds // 3))
+            for point in found["sweep"]:
+                point["milliseconds"] = timings[point["tau"]].as_record()
+        except HeadgateError as error:
+            found["notes"].append(f"No milliseconds over tau: {error}")
     try:
         found["latency"] = bench(folder, look.batches, threads, look.rounds, data_dir)
     except HeadgateError as error:
@@ -187,21 +224,26 @@ def _layers(dense: Mapping[str, int], after: Mapping[str, float]) -> list[dict[s
     return [{"name": name, "dense": dense.get(name, 0), "after": after.get(name, 0)} for name in names]
 
 
+def _shrunk_layers(folder: Path, start: Start) -> list[dict[str, Any]]:
+    """Of a network that computes the same for all images."""
+    dense, small = (macs_by_layer(network(folder, name, start), start.example) for name in ("dense", "shrunk"))
+    return _layers(dense, small)
+
+
 @torch.no_grad()
 def _channels(folder: Path, gated: GatedModel, part: Part, data: DataSet, start: Start) -> dict[str, Any]:
-    dense = macs_by_layer(network(folder, "dense", start), start.example)
     if gated.dynamic is None:
-        small: nn.Module = network(folder, "shrunk", start)
-        return {"layers": _layers(dense, macs_by_layer(small, start.example)), "histogram": gated.histogram()}
+        return {"layers": _shrunk_layers(folder, start), "histogram": gated.histogram()}
+    dense = macs_by_layer(network(folder, "dense", start), start.example)
     rows: list[dict[str, Any]] = []
     opened, layers = [], dict.fromkeys(dense, 0.0)
-    histogram = np.zeros(20, dtype=np.int64)
+    histogram = np.zeros(BINS, dtype=np.int64)
     gated.eval()
     for images, labels in part:
         answers = tensors_in(gated(images))[0].argmax(1)
         pass_seen = gated.seen()
         opened.append(pass_seen.gates_BG.expand(len(images), -1).numpy())
-        histogram += gated.histogram()
+        histogram += gated.histogram(BINS)
         for name, macs in pass_seen.macs_by_layer.items():
             layers[name] = layers.get(name, 0.0) + macs * len(images) / len(part)
         for label, answer, macs in zip(labels, answers, pass_seen.macs_B.expand(len(images)), strict=True):
@@ -264,20 +306,38 @@ def _exits(
         {"label": int(label), "answer": int(label) if right else None, "macs": float(macs), "exit": exits.names[taken]}
         for label, right, macs, taken in zip(labels_N, right_N, macs_N, taken_N, strict=True)
     ]
-    early = np.argsort(-watched.p_NK[:, 0].numpy(), kind="stable")
-    late = np.argsort(watched.p_NK.max(1).values.numpy(), kind="stable")
+    early, late = _first_and_last(watched.p_NK.numpy(), taken_N, exits.taus)
     classes = [name for name, there in zip(data.class_names, present, strict=True) if there]
     dense = macs_by_layer(network(folder, "dense", start), start.example)
     return {
         "exits": asdict(exits.table_of(watched)),
         "exits_by_class": {"exits": list(exits.names), "classes": classes, "shares": np.round(shares, 4)},
+        "leaving": _leaving(exits, watched),
         "layers": _layers(dense, exits.layers_of(watched)),
         "image_macs": _quantiles(macs_N),
         "examples": {
-            "leave first": _examples(part, early[:EXAMPLES], rows),
-            "stay longest": _examples(part, late[:EXAMPLES], rows),
+            what: _examples(part, images[:EXAMPLES], rows)
+            for what, images in (("leave first", early), ("stay longest", late))
+            if len(images)
         },
     }
+
+
+def _first_and_last(p_NK: np.ndarray, taken_N: np.ndarray, taus: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Images that leave early, the first and surest first; and those that stay, the least tempted first. Exits out of
+    use have no say."""
+    p_NK = np.where(np.asarray(taus) < NOBODY, p_NK, 0.0)
+    last = p_NK.shape[1]
+    there_N = np.append(p_NK, np.zeros((len(p_NK), 1)), 1)[np.arange(len(taken_N)), taken_N]
+    early, late = np.lexsort((-there_N, taken_N)), np.argsort(p_NK.max(1), kind="stable")
+    return early[taken_N[early] < last], late[taken_N[late] == last]
+
+
+def _leaving(exits: ExitModel, watched: Watched) -> dict[str, Any]:
+    """How sure the exits' gates are: of all images, how many have a P(leave) in each part of 0…1 at each exit."""
+    counts = [np.histogram(p_N.numpy(), BINS, (0.0, 1.0))[0] for p_N in watched.p_NK.T]
+    used = [tau < NOBODY for tau in exits.taus]
+    return {"exits": list(exits.names[:-1]), "taus": list(exits.taus), "used": used, "counts": counts}
 
 
 def _quantiles(macs: Sequence[float] | np.ndarray) -> np.ndarray:
