@@ -103,15 +103,24 @@ def test_runs_of_a_series_differ_in_target_and_seed_alone() -> None:
     assert _series(plain | {"before": plain}) == _series(of(target="0.7") | {"before": of(target="0.7", seed=1)})
 
 
-@pytest.fixture(scope="module")
-def adopted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run made of a network that was trained elsewhere: without gates, and without a log."""
-    place, theirs = tmp_path_factory.mktemp("adopted"), folders["pruned"]
+def made_of(theirs: Path, file: str, place: Path) -> Path:
+    """A run made of a network that was trained elsewhere: without a log, and without gates that were left there."""
     result = json.loads((theirs / "result.json").read_text(encoding="utf-8"))
     save_file(load_file(theirs / "dense.safetensors"), place / "start.safetensors")
-    record = {"recipe": result["recipe"], "accuracy": result["accuracy"]["shrunk"], "before": []}
-    adopt(place / "run", theirs / "small.safetensors", record, str(place / "start.safetensors"), QUIET)
+    record = {"recipe": result["recipe"], "before": []}
+    adopt(place / "run", theirs / file, record, str(place / "start.safetensors"), QUIET)
     return place / "run"
+
+
+@pytest.fixture(scope="module")
+def adopted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_of(folders["pruned"], "small.safetensors", tmp_path_factory.mktemp("adopted"))
+
+
+def test_exits_trained_elsewhere_can_still_be_moved(folders: dict[str, Path], studies: Studies, tmp_path: Path) -> None:
+    found = study(made_of(folders["early"], "cascade.safetensors", tmp_path), LOOK)
+    assert found["leaving"] == studies["early"]["leaving"] and len(found["sweep"]) == len(studies["early"]["sweep"])
+    assert found["notes"] == [] and "How sure the gates are" in page([found])
 
 
 def test_a_network_trained_elsewhere_shows_what_can_be_told_of_it(adopted: Path, studies: Studies) -> None:

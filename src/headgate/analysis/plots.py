@@ -114,8 +114,8 @@ def training(study: Study) -> Picture | None:
     curves = {
         "accuracy": ("accuracy, training images", SERIES[0], "-"),
         "validation_accuracy": ("accuracy, held-out images", SERIES[2], "-"),
-        "cost": ("MACs, sampled gates", SERIES[3], "-"),
-        "cost_decided": ("MACs, thresholded gates", SERIES[1], "--"),
+        "cost": ("MACs, sampled gates", SERIES[1], "-"),
+        "cost_decided": ("MACs, thresholded gates", SERIES[4], "--"),
         "goal": ("target of the moment", QUIET, ":"),
     }
     for name, (label, color, line_style) in curves.items():
@@ -497,7 +497,7 @@ def exits(study: Study) -> Picture | None:
     upper.yaxis.set_major_formatter(_percent)
     chosen = [(float(place), row["accuracy_of_selected"]) for place, row in enumerate(rows) if row["share"]]
     lower.plot(places, [row["accuracy_of_all"] for row in rows], "o--", color=QUIET, label="all images, at this exit")
-    lower.plot(*_columns(chosen), "o-", color=SERIES[3], label="those that leave here")
+    lower.plot(*_columns(chosen), "o-", color=SERIES[1], label="those that leave here")
     lower.axhline(found["accuracy"], color=SERIES[0], linewidth=1, label="the cascade")
     lower.set_ylabel("accuracy")
     lower.yaxis.set_major_formatter(_percent)
