@@ -26,7 +26,7 @@ def test_a_trained_network_is_what_its_record_says(name: str) -> None:
     target = float(record["recipe"]["target"])
     if isinstance(small, headgate.ExitModel):  # what it costs depends on the images
         assert small.dense_macs == dense_macs
-        assert record["macs"] / dense_macs == pytest.approx(record["macs_fraction"]) == pytest.approx(target, abs=0.02)
+        assert record["macs"] / dense_macs == pytest.approx(record["macs_fraction"]) == pytest.approx(target, abs=0.03)
         assert [row["name"] for row in record["exits"]["rows"]] == list(small.names)
     else:
         macs = headgate.count_macs(small, named.example_input)
