@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from headgate.models.names import load_named
+from headgate.training.repeat import without_folders as file_names_only
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE / "records"
@@ -42,7 +43,11 @@ def parser(question: str, name: str, models: Sequence[str] = ()) -> argparse.Arg
 
 def without_folders(recipe: dict[str, Any]) -> dict[str, Any]:
     """A run's recipe for a record: no folder of this machine."""
-    return recipe | {"weights": Path(recipe["weights"] or "").name, "data_dir": None}
+    teacher = recipe.get("teacher")
+    return recipe | {
+        "weights": Path(recipe["weights"] or "").name, "data_dir": None,
+        "teacher": None if teacher is None else file_names_only(teacher),
+    }  # fmt: skip
 
 
 def names_in(text: str) -> list[str]:
