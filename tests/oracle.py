@@ -121,7 +121,13 @@ def weightless() -> Iterator[None]:
 
 def same_in_threads(model: nn.Module, batches: list[Tensor]) -> bool:
     """Whether threads that share a model get what one alone gets."""
-    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
-        expected = [model(x) for x in batches]
-        found = list(pool.map(model, batches * 4))
+
+    @torch.no_grad()  # every thread has its own mind about gradients
+    def answer(x: Tensor) -> Tensor:
+        answered: Tensor = model(x)
+        return answered
+
+    with ThreadPoolExecutor(4) as pool:
+        expected = [answer(x) for x in batches]
+        found = list(pool.map(answer, batches * 4))
     return all(torch.equal(a, b) for a, b in zip(found, expected * 4, strict=True))

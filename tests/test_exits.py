@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import headgate
 from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
+from headgate.exits.reading import wish
 from headgate.gated import GatedModel
 from headgate.gates.budget import Budget
 from headgate.models.cifar_densenet import CifarDenseNet
@@ -44,8 +45,8 @@ def balanced_(exits: headgate.ExitModel, x: Tensor) -> headgate.ExitModel:
     """Half of these images want to leave at each exit."""
     training = exits.training
     _, wishes = exits.eval()._watch((x,), {})
-    for gate, wish in zip(exits.gates, wishes, strict=True):
-        gate.head.bias -= wish.quantile(0.5)  # between two images, not on one
+    for gate, wished in zip(exits.gates, wishes, strict=True):
+        gate.head.bias -= wished.quantile(0.5)  # between two images, not on one
     return exits.train(training)
 
 
@@ -260,9 +261,9 @@ def test_a_gate_reads_how_sure_its_classifier_is() -> None:
     """Whichever class that is of: with all activations alike, only the classifier's answer tells images apart."""
     exits = headgate.add_exits(dense_net(), randn(1, *SHAPE), ["block1"], target=0.9).eval()
     nn.init.normal_(exits.gates[0].head.weight, std=4.0)
-    x = torch.ones(3, exits.heads[0].norm.num_features, 4, 4)
+    means = torch.ones(3, exits.heads[0].norm.num_features)
     sure = torch.tensor([[9.0, 0, 0, 0, 0], [0, 0, 9.0, 0, 0], [0.1, 0, 0, 0, 0]], requires_grad=True)
-    wishes = exits.wish(0, x, sure)
+    wishes = wish(exits.gates[0], means, sure)
     assert torch.isclose(wishes[0], wishes[1]) and not torch.isclose(wishes[0], wishes[2])
     wishes.sum().backward()
     assert sure.grad is None, "a classifier does not learn to please the gate"
@@ -272,10 +273,10 @@ def test_a_gate_tells_sure_images_from_surer_ones() -> None:
     """Their probabilities are the same in float32; what is left for the other classes is not."""
     exits = headgate.add_exits(dense_net(), randn(1, *SHAPE), ["block1"], target=0.9).eval()
     nn.init.normal_(exits.gates[0].head.weight, std=4.0)
-    x = torch.ones(2, exits.heads[0].norm.num_features, 4, 4)
+    means = torch.ones(2, exits.heads[0].norm.num_features)
     answers = torch.tensor([[20.0, 0, 0, 0, 0], [30.0, 0, 0, 0, 0]])
     assert torch.equal(*answers.softmax(1)[:, :1])
-    assert (exits.wish(0, x, answers).diff().abs() > 0.1).all()
+    assert (wish(exits.gates[0], means, answers).diff().abs() > 0.1).all()
 
 
 def test_gates_that_were_told_other_things_are_refused() -> None:

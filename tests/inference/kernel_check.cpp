@@ -6,7 +6,9 @@
 #include <memory>
 #include <random>
 
+#define HEADGATE_CLONES  // clones are chosen before the sanitizer is awake
 #include "conv.cpp"
+#include "gates.cpp"
 
 int main() {
   std::mt19937 random(1);
@@ -58,6 +60,42 @@ int main() {
               }
             }
     }
+  }
+  for (int round = 0; round < 200; ++round) {  // what an exit reads
+    int64_t B = pick(1, 3), C = pick(1, 5), H = pick(1, 20), W = pick(1, 20), th = pick(1, H), tw = pick(1, W);
+    int64_t OH = H / th, OW = W / tw, numbers[6] = {B * C, C, H, W, th, tw};
+    auto x = noise(B * C * H * W), scale = noise(C), shift = noise(C), tiles = noise(B * C * OH * OW), means = noise(B * C);
+    headgate_read_planes(x.get(), scale.get(), shift.get(), tiles.get(), means.get(), numbers, 1 + round % 2);
+    for (int64_t plane = 0; plane < B * C; ++plane) {
+      double mean = 0;
+      for (int64_t p = 0; p < H * W; ++p) mean += x[plane * H * W + p] / static_cast<double>(H * W);
+      bool same = std::fabs(mean - means[plane]) < 1e-4;
+      for (int64_t i = 0; i < OH; ++i)
+        for (int64_t j = 0; j < OW; ++j) {
+          double sum = 0;
+          for (int64_t u = 0; u < th; ++u)
+            for (int64_t v = 0; v < tw; ++v)
+              sum += std::max(0.0f, scale[plane % C] * x[(plane * H + i * th + u) * W + j * tw + v] + shift[plane % C]);
+          same &= std::fabs(sum / (th * tw) - tiles[(plane * OH + i) * OW + j]) < 1e-4;
+        }
+      if (!same) {
+        std::printf("round %d: an exit reads something else\n", round);
+        return 1;
+      }
+    }
+  }
+  for (int round = 0; round < 100; ++round) {  // pooling and gates: nothing beyond the ends
+    int64_t P = pick(1, 6), H = pick(2, 12), W = pick(2, 12), k = pick(1, 2), s = pick(1, 2), p = pick(0, k / 2);
+    int64_t OH = (H + 2 * p - k) / s + 1, OW = (W + 2 * p - k) / s + 1;
+    auto x = noise(P * H * W), y = noise(P * OH * OW);
+    int64_t numbers[11] = {P, H, W, OH, OW, k, k, s, s, p, p};
+    headgate_max_pool(x.get(), y.get(), numbers, 1 + round % 2);
+    int64_t hidden = pick(1, 20), sizes[2] = {pick(1, 90), pick(1, 5)}, gates = sizes[0] + sizes[1], groups[3] = {0, 1, -1};
+    auto w1 = noise(hidden * P), b1 = noise(hidden), w2 = noise(hidden * gates), b2 = noise(gates);
+    std::unique_ptr<uint8_t[]> first(new uint8_t[sizes[0]]), second(new uint8_t[sizes[1]]), open(new uint8_t[P]());
+    uint8_t immortal[2] = {1, 0}, *out[2] = {first.get(), second.get()};
+    headgate_gate_masks(x.get(), round % 3 ? open.get() : nullptr, P, w1.get(), b1.get(), w2.get(), b2.get(), 1, P, H * W,
+                        hidden, sizes, immortal, 2, groups, round % 2 ? 3 : 0, 0.0f, out, 1 + round % 2);
   }
   std::printf("same\n");
   return 0;

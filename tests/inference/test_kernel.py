@@ -17,6 +17,7 @@ from torch import Tensor
 import headgate
 from headgate.inference import kernel
 from headgate.inference.kernel import masked_conv2d, native, plain
+from headgate.inference.kernel.prepared import read_planes
 
 SOURCE = Path(kernel.__file__).parent
 COMPILER = shutil.which("g++")
@@ -171,6 +172,24 @@ def test_max_pooling(
     expected = F.max_pool2d(x, kernel_size, stride, padding)
     found = torch.ops.headgate.max_pool2d(x, list(kernel_size), list(stride), padding)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shape=st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 40), st.integers(1, 40)),
+    tile=st.tuples(st.integers(1, 5), st.integers(1, 5)), seed=st.integers(0, 2**31), nan=st.booleans(),
+)  # fmt: skip
+def test_what_an_exit_reads(shape: tuple[int, ...], tile: tuple[int, int], seed: int, nan: bool) -> None:
+    """Means, and rectified means over tiles, are those of the plain twin: also where tiles do not fill the plane."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    if nan and x.numel():
+        x[0, 0, 0, 0] = float("nan")
+    scale, shift = torch.randn(2, shape[1], generator=generator)
+    tile = min(tile[0], shape[2]), min(tile[1], shape[3])
+    found, expected = read_planes(x, scale, shift, tile), plain.read_planes(x, scale, shift, tile)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_the_kernel_was_compiled_where_there_is_a_compiler() -> None:

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headgate.errors import FileError, HeadgateError, ModelError, NotDecided, ShrinkMismatch, TargetError
+from headgate.exits.heads import ConvHead, MeanHead
+from headgate.exits.reading import Reader, read
 from headgate.exits.smaller import smaller_exits
 from headgate.exits.thresholds import NOBODY, everybody_at, shifted, thresholds
 from headgate.gated import GatedModel, TauPoint
@@ -107,10 +109,9 @@ class _Watching:
     def arrive(self, number: int, x: Tensor) -> None:
         if torch.is_grad_enabled():
             x = x.clone()  # what comes next may overwrite it, and the classifier's gradient needs it as it is here
-        x = self.exits._as_read(number, x)
-        answers = self.exits.heads[number](x)
+        answers, wishes = self.exits.read(number, x)
         self.answers.append(answers)
-        self.wishes.append(self.exits.wish(number, x, answers))
+        self.wishes.append(wishes)
 
 
 class _Leaving:
@@ -126,20 +127,30 @@ class _Leaving:
         if self.exits.taus[number] >= NOBODY:
             self.entered.append(len(self.inside))
             return None
-        read = self.exits._as_read(number, x)
-        answers = self.exits.heads[number](read)
-        leaves = torch.sigmoid(self.exits.wish(number, read, answers)) > self.exits.taus[number]
-        if not bool(leaves.any()):
-            self.entered.append(len(self.inside))
+        answers, wishes = self.exits.read(number, x)
+        leaves = torch.sigmoid(wishes) > self.exits.taus[number]
+        left = int(leaves.sum())
+        self.entered.append(len(self.inside) - left)
+        if left == 0:
             return None
+        if left == len(self.inside):
+            self.answered.append((self.inside, answers))
+            raise _Everyone
         here = leaves.to(self.inside.device)
         self.answered.append((self.inside[here], answers[leaves]))
         self.inside = self.inside[~here]
-        self.entered.append(len(self.inside))
-        if not len(self.inside):
-            raise _Everyone
         self._take_gates_out(~leaves)
         return x[~leaves]
+
+    def together(self, images: int) -> Tensor:
+        """The answers of all images, in their order."""
+        first = self.answered[0][1]
+        if len(self.answered) == 1:
+            return first
+        answers = first.new_zeros(images, first.shape[1])
+        for inside, logits in self.answered:
+            answers[inside.to(answers.device)] = logits.to(answers.dtype)
+        return answers
 
     def _take_gates_out(self, stays_B: Tensor) -> None:
         """Gates that were decided for an image leave with it: those of the others may be used further on."""
@@ -202,6 +213,8 @@ class ExitModel(Passing):
         """Whether the model itself learns, too; if not, it stays in eval mode and no gradient is made for it."""
         self.taus = [0.5] * len(heads)
         """An image leaves where its gate's probability is above; with `NOBODY`, an exit is out of use."""
+        self._readers: dict[int, Reader] = {}
+        """Exits prepared for inference, of the weights of the moment."""
         self._pass: _Watching | _Leaving | None = None
         self._logits: list[Tensor] | None = None
         self._reach_BK: Tensor | None = None
@@ -209,6 +222,10 @@ class ExitModel(Passing):
         modules = dict(self._network().named_modules())
         for number, name in enumerate(names):
             modules[name].register_forward_hook(_Arrival(self, number))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy prepares its exits anew."""
+        return super().__getstate__() | {"_readers": {}}
 
     def _network(self) -> nn.Module:
         return self.model.model if isinstance(self.model, GatedModel) else self.model
@@ -219,25 +236,26 @@ class ExitModel(Passing):
         self.example_dtype = fn(torch.empty(0, dtype=self.example_dtype)).dtype
         return self
 
-    def _as_read(self, number: int, x: Tensor) -> Tensor:
-        """What an exit sees of the activations: channels that are closed are zero to it, as to every layer."""
-        mask = self._masks[number]
-        return x if mask is None else mask.apply(x)
-
-    def wish(self, number: int, x: Tensor, answers: Tensor) -> Tensor:
-        """The logit of leaving at exit `number`, for each image: from its mean activations there, and from how sure the
-        classifier is, whichever class that is of. The gate learns to read the classifier, which does not learn to be
-        read. Sureness in logarithms: among images that can leave, probabilities are all 1.0."""
-        sure_BC = answers.detach().float().log_softmax(1).sort(1, descending=True).values
-        scale = float(len(self.gates)) if self.budget.scale_gradient else 1.0
-        logits: Tensor = self.gates[number](torch.cat([x.float().mean((2, 3)), sure_BC], 1), scale)
-        return logits[:, 0]
+    def read(self, number: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Class scores at exit `number`, and the logit of leaving there for each image. Channels that are closed are
+        zero to an exit, as to every layer."""
+        mask, head, gate = self._masks[number], self.heads[number], self.gates[number]
+        assert isinstance(gate, GateNetwork)
+        x = x if mask is None else mask.apply(x)
+        if not Reader.fits(head, x):
+            return read(head, gate, x, float(len(self.gates)) if self.budget.scale_gradient else 1.0)
+        reader = self._readers.get(number)
+        if reader is None or not reader.is_of_now():
+            assert isinstance(head, (MeanHead, ConvHead))
+            reader = self._readers[number] = Reader(head, gate)
+        return reader(x)
 
     # ------------------------------------------------------------------------------------------------ running
 
     def train(self, mode: bool = True) -> ExitModel:
         """Train mode, or eval mode; a model that does not learn stays as it is."""
         super().train(mode)
+        self._readers.clear()
         if not self.train_model:
             self.model.eval()
         return self
@@ -285,8 +303,8 @@ class ExitModel(Passing):
                 "images leave under channels that are decided, but the strategy of the gated model draws them anew: "
                 "use exits.model.strategy('threshold'), or 'calibrated'"
             )
-        given = tensors_in((args, kwargs))
-        leaving = _Leaving(self, len(given[0]))
+        images = len((tensors_in(args) or tensors_in(kwargs))[0])
+        leaving = _Leaving(self, images)
         self._reach_BK = None
         with self._passing(leaving):
             try:
@@ -295,21 +313,20 @@ class ExitModel(Passing):
                 leaving.answered.append((leaving.inside, last))
             except _Everyone:
                 pass
-        first = leaving.answered[0][1]
-        answers = first.new_zeros(len(given[0]), first.shape[1])
-        for inside, logits in leaving.answered:
-            answers[inside.to(answers.device)] = logits.to(answers.dtype)
-        self._macs = self._macs_of_counts(leaving.entered, len(given[0]))
-        return answers
+        self._macs = self._macs_of_counts(leaving.entered, images)
+        return leaving.together(images)
 
     # --------------------------------------------------------------------------------------------------- cost
 
     def _macs_of_counts(self, entered: Sequence[int], images: int) -> float | None:
         if isinstance(self.model, GatedModel) and self.model.dynamic is not None:
             return None  # images that left are not in the counts of those that stayed
-        counts = [*entered, *[0] * (len(self.names) - len(entered))]
-        reach = torch.tensor([counts], dtype=torch.float64) / images
-        return float(self.shares_B(reach, taus=self.taus).detach().mean()) * self.dense_macs
+        segments = self._segment_shares()[0].tolist()
+        own = [
+            self._own_macs(number) / self.dense_macs if tau < NOBODY else 0.0 for number, tau in enumerate(self.taus)
+        ]
+        shares = [here + at for here, at in zip(segments, [*own, 0.0], strict=True)]
+        return sum(count / images * share for count, share in zip(entered, shares, strict=False)) * self.dense_macs
 
     def least_macs(self) -> float | None:
         """Of an image that leaves at the first exit; None where that depends on the channels that are open."""

@@ -21,6 +21,7 @@ from headgate.graph.macs import traced_macs
 from headgate.graph.relayout import index_tensor
 from headgate.graph.trace import ModuleSpan
 
+Pair = tuple[int, int]
 MakeHead = Callable[[int, int], nn.Module]
 SIDE: Final = 8
 """Places a side that convolutions look at; larger activations are averaged down to it."""
@@ -39,6 +40,11 @@ class MeanHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.fc(F.relu(self.norm(x)).mean((2, 3)))
         return logits
+
+    @staticmethod
+    def tile(x: Tensor) -> Pair:
+        """What is averaged into one place: everything."""
+        return x.shape[2], x.shape[3]
 
     def narrowed(self, kept: Index) -> MeanHead:
         """The same classifier where only these channels are left, and the others were zero."""
@@ -62,9 +68,14 @@ class ConvHead(nn.Module):
         self.fc = nn.Linear(WIDE, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        tiles = [max(1, side // SIDE) for side in x.shape[2:]]
-        logits: Tensor = self.fc(self.body(F.avg_pool2d(F.relu(self.norm(x)), tiles)).mean((2, 3)))
+        tiles = F.avg_pool2d(F.relu(self.norm(x)), self.tile(x))
+        logits: Tensor = self.fc(self.body(tiles).mean((2, 3)))
         return logits
+
+    @staticmethod
+    def tile(x: Tensor) -> Pair:
+        """What is averaged into one place."""
+        return max(1, x.shape[2] // SIDE), max(1, x.shape[3] // SIDE)
 
     def narrowed(self, kept: Index) -> ConvHead:
         """The same classifier where only these channels are left, and the others were zero."""

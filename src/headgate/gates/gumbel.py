@@ -66,6 +66,8 @@ class _ScaledGradient(torch.autograd.Function):
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """`x` itself, whose gradient arrives multiplied by `factor`."""
+    if not torch.is_grad_enabled():
+        return x
     scaled: Tensor = _ScaledGradient.apply(x, factor)
     return scaled
 

@@ -1,16 +1,21 @@
-// Gate networks and a pooling at inference, so that small operators do not cost more than what they save.
+// Gate networks, what an exit reads, and a pooling at inference, so that small operators do not cost more than what
+// they save.
 // Plain C ABI, no headers of torch or Python.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <new>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(HEADGATE_CLONES)
+// chosen from outside
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define HEADGATE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define HEADGATE_CLONES
@@ -86,6 +91,35 @@ HEADGATE_CLONES float dot(const float* a, const float* b, int64_t count) {
   return sums[0];
 }
 
+// Of one plane: its mean, and relu(scale x + shift) averaged over tiles. `lines` has room for two rows. Rows and columns
+// that do not fill a tile are in the mean only.
+HEADGATE_CLONES float read_plane(const float* x, float scale, float shift, int64_t height, int64_t width,
+                                 int64_t tile_h, int64_t tile_w, float* lines, float* tiles) {
+  float *whole = lines, *line = lines + width;
+  const int64_t out_h = height / tile_h, out_w = width / tile_w;
+  const float share = 1.0f / static_cast<float>(tile_h * tile_w);
+  for (int64_t p = 0; p < width; ++p) whole[p] = 0.0f;
+  for (int64_t i = 0; i < out_h; ++i, tiles += out_w) {
+    for (int64_t p = 0; p < width; ++p) line[p] = 0.0f;
+    for (int64_t r = 0; r < tile_h; ++r, x += width)
+      for (int64_t p = 0; p < width; ++p) {
+        const float value = scale * x[p] + shift;
+        whole[p] += x[p];
+        line[p] += value < 0.0f ? 0.0f : value;
+      }
+    for (int64_t j = 0; j < out_w; ++j) {
+      float sum = line[j * tile_w];
+      for (int64_t q = 1; q < tile_w; ++q) sum += line[j * tile_w + q];
+      tiles[j] = sum * share;
+    }
+  }
+  for (int64_t r = out_h * tile_h; r < height; ++r, x += width)
+    for (int64_t p = 0; p < width; ++p) whole[p] += x[p];
+  float sum = 0.0f;
+  for (int64_t p = 0; p < width; ++p) sum += whole[p];
+  return sum / static_cast<float>(height * width);
+}
+
 }  // namespace
 
 extern "C" {
@@ -139,6 +173,29 @@ int headgate_gate_masks(const float* x, const uint8_t* open, int64_t open_stride
     return -1;
   }
   return 0;
+}
+
+// What an exit reads of x (batch, channels, height, width), in one pass: means (batch, channels), and relu(scale x +
+// shift) averaged over tiles. Returns 0, or -1 if memory ran out.
+int headgate_read_planes(const float* x, const float* scale, const float* shift, float* tiles, float* means,
+                         const int64_t* numbers, int threads) {
+  const int64_t planes = numbers[0], channels = numbers[1], height = numbers[2], width = numbers[3];
+  const int64_t tile_h = numbers[4], tile_w = numbers[5], out = (height / tile_h) * (width / tile_w);
+  int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1 && planes * height * width > 20000)
+  {
+    std::unique_ptr<float[]> lines(new (std::nothrow) float[2 * width]);
+    if (!lines) {
+#pragma omp atomic write
+      failed = -1;
+    }
+#pragma omp for schedule(static)
+    for (int64_t plane = 0; plane < planes; ++plane)
+      if (lines)
+        means[plane] = read_plane(x + plane * height * width, scale[plane % channels], shift[plane % channels], height,
+                                  width, tile_h, tile_w, lines.get(), tiles + plane * out);
+  }
+  return failed;
 }
 
 // Max pooling of planes (height, width) -> (out_height, out_width).

@@ -24,8 +24,8 @@ def compiled() -> ctypes.CDLL | None:
         if path.suffix in (".so", ".pyd", ".dylib"):
             try:
                 return _typed(ctypes.CDLL(str(path)))
-            except OSError:
-                continue  # built for another machine
+            except (OSError, AttributeError):
+                continue  # built for another machine, or of another version
     return None
 
 
@@ -40,6 +40,8 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
         number, pointer, number, ctypes.c_float, pointer, flag,
     ]  # fmt: skip
     found.headgate_gate_masks.restype = ctypes.c_int
+    found.headgate_read_planes.argtypes = [pointer, pointer, pointer, pointer, pointer, pointer, flag]
+    found.headgate_read_planes.restype = ctypes.c_int
     found.headgate_max_pool.argtypes = [pointer, pointer, pointer, flag]
     found.headgate_max_pool.restype = None
     found.headgate_level.restype = ctypes.c_int
@@ -114,6 +116,19 @@ class Gates:
         if failed:
             raise MemoryError("the gates' scratch memory could not be allocated")
         return masks
+
+
+def read_planes(x: Tensor, scale: Tensor, shift: Tensor, tile: Pair, tiles: Tensor, means: Tensor) -> None:
+    """Fill `tiles` and `means`; all are contiguous."""
+    found = compiled()
+    assert found is not None
+    numbers = (ctypes.c_int64 * 6)(x.shape[0] * x.shape[1], *x.shape[1:], *tile)
+    failed = found.headgate_read_planes(
+        x.data_ptr(), scale.data_ptr(), shift.data_ptr(), tiles.data_ptr(), means.data_ptr(),
+        ctypes.addressof(numbers), torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("the scratch memory of an exit could not be allocated")
 
 
 def max_pool2d(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, y: Tensor) -> None:

@@ -27,6 +27,12 @@ def conv2d(
     return y.relu() if relu else y
 
 
+def read_planes(x: Tensor, scale: Tensor, shift: Tensor, tile: Pair) -> tuple[Tensor, Tensor]:
+    """relu(scale x + shift) averaged over tiles, and the means of all channels."""
+    rectified = torch.relu(x * scale[:, None, None] + shift[:, None, None])
+    return F.avg_pool2d(rectified, tile), x.mean((2, 3))
+
+
 def gate_masks(
     means: Tensor, arriving: Tensor | None, trunk: tuple[Tensor, Tensor], head: tuple[Tensor, Tensor], threshold: float,
     sizes: list[int], immortal: list[int], groups: list[int],
