@@ -28,7 +28,7 @@ from headgate.training.loop import EVAL_BATCH, calibration_batches
 from headgate.training.run import RESULT
 
 QUESTION = "Who leaves early, how right are they, and does time fall as the MACs do?"
-TARGETS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
+TARGETS = (0.99, 0.98, 0.97, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
 BATCHES = (1, 64)
 Row = dict[str, Any]
 
@@ -56,10 +56,8 @@ def main() -> None:
         reached = exits.table_of(watched)
         budgets.append({"target": target, "taus": list(exits.taus)} | _short(asdict(reached)))
     exits.taus = own
-    show(
-        "thresholds moved for other budgets", ["target", "MACs", "accuracy", "leave at each exit"],
-        [[row["target"], row["macs_fraction"], row["accuracy"], row["shares"]] for row in budgets],
-    )  # fmt: skip
+    columns = ["target", "macs_fraction", "accuracy", "gained", "lost", "shares"]
+    show("thresholds moved for other budgets", columns, [[row[name] for name in columns] for row in budgets])
     timings = [_timed(exits, dense, data.test, batch, options) for batch in ((1,) if options.quick else BATCHES)]
     for row in timings:
         Console(highlight=False).print(row)
@@ -85,7 +83,10 @@ def _options() -> Namespace:
 
 def _short(table: Row) -> Row:
     shares = [row["share"] for row in table["rows"]]
-    return {"shares": shares, **{name: table[name] for name in ("accuracy", "accuracy_of_last", "macs_fraction")}}
+    return {
+        "shares": shares,
+        **{name: table[name] for name in ("accuracy", "accuracy_of_last", "macs_fraction", "gained", "lost")},
+    }
 
 
 def _timed(exits: ExitModel, dense: torch.nn.Module, split: Any, batch: int, options: Namespace) -> Row:

@@ -15,7 +15,7 @@ import statistics
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from common import HERE, names_in, parser, show
@@ -27,7 +27,7 @@ from headgate.graph.grouping import ChannelGraph
 from headgate.models.names import build
 from headgate.storage import load
 from headgate.training import ask
-from headgate.training.recipe import Recipe, overridden, recipe_named
+from headgate.training.recipe import CHOICES, Recipe, overridden, recipe_named
 from headgate.training.start import Options, go, use_threads
 
 QUESTIONS = {
@@ -78,7 +78,9 @@ def main() -> None:
             "data_dir": options.data_dir,
             "validation": options.validation,
             "compile": options.compile,
+            "precision": options.precision,
             **_epochs(options),
+            **dict(_change(text) for text in options.set),
         },
     )
     rows = []
@@ -111,11 +113,20 @@ def _options() -> Namespace:
     made.add_argument("--runs", default="runs/cifar10_variants", help="folder for the runs")
     made.add_argument("--only", action="append", default=[], help="a variant of the table; may be given several times")
     made.add_argument("--compile", action="store_true", help="torch.compile what has no gated channels")
+    made.add_argument("--precision", choices=CHOICES["precision"], default="no", help="of all training steps")
+    made.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change the recipe of all")
     made.add_argument("--validation", type=int, default=0)
     made.add_argument("--gate-epochs", type=int)
     made.add_argument("--tune-epochs", type=int)
     made.add_argument("--seeds", type=lambda text: [int(part) for part in names_in(text)], default=[0])
     return made.parse_args()
+
+
+def _change(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or name not in (kinds := get_type_hints(Recipe)):
+        raise SystemExit(f"--set {text}: write FIELD=VALUE, such as round_to=16, with a field of a recipe")
+    return name, value if kinds[name] is str else json.loads(value)
 
 
 def _epochs(options: Namespace) -> dict[str, int | None]:

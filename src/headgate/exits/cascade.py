@@ -68,6 +68,10 @@ class ExitTable:
     macs: float
     macs_fraction: float
     images: int
+    gained: int
+    """Images that the cascade answers right and its last exit would not."""
+    lost: int
+    """Images that only the last exit would answer right."""
 
     def __str__(self) -> str:
         """For people."""
@@ -77,7 +81,8 @@ class ExitTable:
             lines.append(f"{row.name:<24}{row.share:>12.1%}{row.accuracy_of_all:>15.2%}{own:>10}")
         lines.append(
             f"together {self.accuracy:.2%} at {self.macs_fraction:.1%} of the MACs; "
-            f"the last exit alone {self.accuracy_of_last:.2%}; {self.images:,} images"
+            f"the last exit alone {self.accuracy_of_last:.2%} "
+            f"({self.gained} gained, {self.lost} lost of {self.images:,} images)"
         )
         return "\n".join(lines)
 
@@ -546,11 +551,12 @@ class ExitModel(Passing):
                     float(self.shares_B(passed, segments, taus).mean()) * self.dense_macs,
                 )
             )  # fmt: skip
-        cascade = float((right.double() * leave).sum(1).mean())
+        answered, last = (right.double() * leave).sum(1) > 0.5, right[:, -1].bool()
         macs = float(self.macs_of(watched, taus).mean())
         return ExitTable(
-            tuple(rows), cascade, float(right[:, -1].double().mean()), macs, macs / self.dense_macs, len(right)
-        )
+            tuple(rows), float(answered.double().mean()), float(last.double().mean()), macs, macs / self.dense_macs,
+            len(right), int((answered & ~last).sum()), int((last & ~answered).sum()),
+        )  # fmt: skip
 
     def sweep_tau(self, loader: Iterable[Any], taus: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> list[TauPoint]:
         """Accuracy and MACs over tau, for a loader of (images, labels): under `taus_at(tau)`, so that it passes through
