@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import headgate
 from headgate.errors import HeadgateError, NotDecided, ShrinkMismatch
@@ -189,7 +189,7 @@ def test_a_gate_is_only_sure_where_no_image_could_change_it() -> None:
 def test_layers_that_are_quicker_densely_are_computed_so(monkeypatch: pytest.MonkeyPatch) -> None:
     gated = opinionated(cifar_resnet20, randn(1, 3, 32, 32))
     seconds = {Conv.by_kernel: 1.0, Conv.densely: 2.0}
-    monkeypatch.setattr(compact_module, "_seconds", lambda call, given: seconds[call.__func__])
+    monkeypatch.setattr(compact_module, "_seconds", lambda call, given: seconds[call.__func__] if given else 1.0)
     assert not gated.compact().report.dense
     seconds[Conv.densely] = 0.5
     fast = gated.compact()
@@ -197,6 +197,45 @@ def test_layers_that_are_quicker_densely_are_computed_so(monkeypatch: pytest.Mon
     assert set(fast.report.dense.values()) == {"quicker than the kernel here"}
     for images in (1, 3):
         compare(gated, fast, (3, 32, 32), images, images)
+
+
+@pytest.mark.parametrize("quickest", [7, 4, 1])
+def test_batches_are_computed_in_the_parts_that_are_quickest(quickest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = opinionated(two_blocks, randn(1, 3, 6, 6))
+    whole = gated.compact()
+    assert whole.at_once is None, "one image has no parts"
+
+    def seconds(call, given):  # type: ignore[no-untyped-def]
+        return 1.0 if given else 0.5 if call.args[1] == quickest else 2.0
+
+    monkeypatch.setattr(compact_module, "_seconds", seconds)
+    fast = gated.compact(randn(7, 3, 6, 6))
+    assert fast.at_once == (None if quickest == 7 else quickest)
+    sizes: list[int] = []
+    fast._quick.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    for images in (1, 4, 6, 9):
+        sizes.clear()
+        x = randn(images, 3, 6, 6, seed=images)
+        assert difference(whole(x), fast(x)) < CLOSE
+        assert sum(sizes) == images and max(sizes) == min(images, fast.at_once or images)
+    assert difference(whole.watched(x)[0], fast.watched(x)[0]) < CLOSE
+
+
+def test_what_is_not_returned_image_by_image_is_not_computed_in_parts() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = two_blocks()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.net(x)
+            return y, y.mean(0)
+
+    gated = opinionated(Mean, randn(1, 3, 6, 6))
+    fast = gated.compact(randn(7, 3, 6, 6))
+    assert fast.at_once is None
+    x = randn(7, 3, 6, 6, seed=3)
+    assert all(difference(a, b) < CLOSE for a, b in zip(gated(x), fast(x), strict=True))
 
 
 def test_what_can_not_be_compact_is_told() -> None:

@@ -13,12 +13,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headgate.errors import HeadgateError
 from headgate.gates.cost import dead_branches
@@ -37,6 +39,10 @@ aten = torch.ops.aten
 MEASURED_ROUNDS = 4
 DENSE_GAIN = 0.9
 """A layer is computed densely where that takes less than this share of the kernel's time."""
+PARTS = (4, 1)
+"""Images at once that are tried for larger batches."""
+PARTS_GAIN = 0.97
+"""A batch is computed in parts where that takes less than this share of the time at once."""
 QUICKER = "quicker than the kernel here"
 NO_KERNEL = "no compiled kernel here: in plain PyTorch"
 
@@ -57,6 +63,8 @@ class CompactModel(nn.Module):
         self.report = report
         self._tau = tau
         self.tau = tau
+        self.at_once: int | None = None
+        """Larger batches are computed in parts of so many images, whose activations stay in the cache; None: whole."""
         self._quick = _prepared(program) if native.compiled() is not None else program
         self.eval()
 
@@ -106,28 +114,43 @@ class CompactModel(nn.Module):
         return twin
 
     def choose_(self, images: Tensor) -> None:
-        """Time every layer both ways on these images, and compute densely where that is quicker."""
+        """Time these images at once and in parts, and every layer both ways for as many, and take what is quickest."""
         reasons = {name: reason for name, reason in self.report.dense.items() if reason != QUICKER}
         convs = [module for module in self._quick.modules() if isinstance(module, Conv)]
-        given: dict[Conv, tuple[Any, ...]] = {}
-        hooks = [
-            conv.register_forward_pre_hook(lambda module, args: given.update({module: _kept(args)})) for conv in convs
-        ]
-        try:
-            self(images)
-        finally:
-            for hook in hooks:
-                hook.remove()
         with torch.no_grad():
-            for conv in convs:
-                if conv in given:
-                    conv.dense = _seconds(conv.densely, given[conv]) < DENSE_GAIN * _seconds(
-                        conv.by_kernel, given[conv]
-                    )
+            parts = [size for size in PARTS if size < len(images)] if self._parts_are_the_same(images) else []
+            best = float("inf")
+            for size in (len(images), *parts):
+                dense = _quicker_densely(convs, partial(self._quick, images[:size]))
+                for conv in convs:
+                    conv.dense = conv in dense
+                seconds = _seconds(partial(self._in_parts, images, size), ())
+                if seconds < best * (PARTS_GAIN if size < len(images) else 1.0):
+                    best, chosen, self.at_once = seconds, dense, None if size == len(images) else size
+        for conv in convs:
+            conv.dense = conv in chosen
         by_kernel = {conv.layer for conv in convs}
         reasons |= {layer: NO_KERNEL for layer in self.report.fast if layer not in by_kernel}
         reasons |= {conv.layer: QUICKER for conv in convs if conv.dense}
         self.report = Report(tuple(conv.layer for conv in convs if not conv.dense), reasons)
+
+    def _in_parts(self, images: Tensor, size: int) -> Any:
+        """What it returns, computed for so many images at a time."""
+        if len(images) <= size:
+            return self._quick(images)
+        found = [tree_flatten(self._quick(part)) for part in images.split(size)]
+        joined = [torch.cat(leaves) for leaves in zip(*(leaves for leaves, _ in found), strict=True)]
+        return tree_unflatten(joined, found[0][1])
+
+    def _parts_are_the_same(self, images: Tensor) -> bool:
+        """Whether everything that it returns is of images side by side, so that parts can be put together again."""
+        if len(images) < 2:
+            return False
+        whole, first = (tree_flatten(self._quick(part))[0] for part in (images, images[:1]))
+        return all(
+            isinstance(all_, Tensor) and all_.dim() and all_.shape == (len(images), *one.shape[1:]) and len(one) == 1
+            for all_, one in zip(whole, first, strict=True)
+        )
 
     def watched(self, images: Tensor) -> tuple[Any, Tensor]:
         """What it returns, and which gates were open for which image; those of branches that died are all closed."""
@@ -140,7 +163,8 @@ class CompactModel(nn.Module):
         sites = [module for module in self._quick.modules() if isinstance(module, GateSite)]
         hooks = [site.register_forward_hook(note) for site in sites]
         try:
-            return self(images), gates_BG
+            with torch.no_grad():
+                return self._quick(images), gates_BG
         finally:
             for hook in hooks:
                 hook.remove()
@@ -148,7 +172,11 @@ class CompactModel(nn.Module):
     def forward(self, *args: Any) -> Any:
         """What the gated network returns in eval mode."""
         with torch.no_grad():
-            return self.program(*args) if torch.compiler.is_compiling() else self._quick(*args)
+            if torch.compiler.is_compiling():
+                return self.program(*args)
+            if self.at_once is None or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dim() == 0:
+                return self._quick(*args)
+            return self._in_parts(args[0], self.at_once)
 
     def train(self, mode: bool = True) -> CompactModel:
         """It stays in eval mode: it can't be trained."""
@@ -174,6 +202,21 @@ def decided_otherwise(given_BN: Tensor, above_BN: Tensor, sure_BN: Tensor, sizes
     closed_BM = torch.stack([~given.any(1) for given, _, _ in masks], 1)
     surely_BM = torch.stack([(above & sure).any(1) for _, above, sure in masks], 1)
     return bool((closed_BM.any(1) & ~(closed_BM & ~surely_BM).any(1)).any())
+
+
+def _quicker_densely(convs: list[Conv], call: Callable[[], Any]) -> set[Conv]:
+    """The layers that are quicker dense, given what they are given in this call."""
+    given: dict[Conv, tuple[Any, ...]] = {}
+    hooks = [conv.register_forward_pre_hook(lambda module, args: given.update({module: _kept(args)})) for conv in convs]
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {
+        conv for conv, args in given.items()
+        if _seconds(conv.densely, args) < DENSE_GAIN * _seconds(conv.by_kernel, args)
+    }  # fmt: skip
 
 
 def _kept(args: tuple[Any, ...]) -> tuple[Any, ...]:
