@@ -17,7 +17,8 @@ from headgate.errors import (
     TraceError,
 )
 from headgate.exits.add import add_exits
-from headgate.exits.cascade import ExitModel, ExitRow, ExitTable
+from headgate.exits.cascade import ExitModel
+from headgate.exits.table import ExitRow, ExitTable
 from headgate.gated import GatedModel, TauPoint
 from headgate.gates.budget import Budget
 from headgate.gating import gate, inspect

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,13 @@ from headgate.errors import FileError, HeadgateError, ModelError, NotDecided, Sh
 from headgate.exits.heads import ConvHead, MeanHead
 from headgate.exits.reading import Reader, read
 from headgate.exits.smaller import smaller_exits
+from headgate.exits.table import ExitRow, ExitTable, Watched
 from headgate.exits.thresholds import NOBODY, everybody_at, shifted, thresholds
+from headgate.exits.under_way import Arrival, Everyone, Leaving, Watching
 from headgate.gated import GatedModel, TauPoint
 from headgate.gates.budget import Budget, parse_target
 from headgate.gates.cost import over_processes
-from headgate.gates.draws import Channels, Draw, GateHook
+from headgate.gates.draws import Channels
 from headgate.gates.dynamic import GateNetwork
 from headgate.gates.gumbel import Relaxation, draw, logistic_noise
 from headgate.gates.passes import Passing
@@ -40,150 +42,6 @@ from headgate.inference.shrink import TOLERANCE, difference, random_like
 READS = "log probabilities"
 """What gates are told of their classifier's answer; kept with their weights, which mean nothing without it."""
 _AS_IT_IS = "use the cascade as it is, or exits.model.compact(), without exits"
-
-
-@dataclass(frozen=True)
-class ExitRow:
-    """What becomes of images at one exit."""
-
-    name: str
-    share: float
-    """Of all images, those that leave here."""
-    accuracy_of_all: float
-    """If all images were answered here."""
-    accuracy_of_selected: float | None
-    """Of those that leave here; None where nobody does."""
-    macs: float
-    """Multiply-adds of an image that leaves here."""
-
-
-@dataclass(frozen=True)
-class ExitTable:
-    """The cascade on some data."""
-
-    rows: tuple[ExitRow, ...]
-    accuracy: float
-    accuracy_of_last: float
-    """Of the last exit alone, on all images."""
-    macs: float
-    macs_fraction: float
-    images: int
-    gained: int
-    """Images that the cascade answers right and its last exit would not."""
-    lost: int
-    """Images that only the last exit would answer right."""
-
-    def __str__(self) -> str:
-        """For people."""
-        lines = [f"{'exit':<24}{'leave here':>12}{'right, of all':>15}{'of these':>10}"]
-        for row in self.rows:
-            own = "" if row.accuracy_of_selected is None else f"{row.accuracy_of_selected:.2%}"
-            lines.append(f"{row.name:<24}{row.share:>12.1%}{row.accuracy_of_all:>15.2%}{own:>10}")
-        lines.append(
-            f"together {self.accuracy:.2%} at {self.macs_fraction:.1%} of the MACs; "
-            f"the last exit alone {self.accuracy_of_last:.2%} "
-            f"({self.gained} gained, {self.lost} lost of {self.images:,} images)"
-        )
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Watched:
-    """Some images on their way through all exits: what every gate and every classifier says, wherever they leave."""
-
-    p_NK: Tensor
-    """P(leave) at each exit but the last."""
-    right_NK: Tensor
-    """Whether each exit's answer is right."""
-    segments_NK: Tensor
-    """What the way from exit to exit costs, as shares of the dense model's multiply-adds."""
-
-
-class _Everyone(Exception):
-    """All images have left: nothing more is to be computed."""
-
-
-class _Watching:
-    """A pass in which all images go to the end: what every exit says."""
-
-    def __init__(self, exits: ExitModel) -> None:
-        self.exits = exits
-        self.answers: list[Tensor] = []
-        self.wishes: list[Tensor] = []
-
-    def arrive(self, number: int, x: Tensor) -> None:
-        if torch.is_grad_enabled():
-            x = x.clone()  # what comes next may overwrite it, and the classifier's gradient needs it as it is here
-        answers, wishes = self.exits.read(number, x)
-        self.answers.append(answers)
-        self.wishes.append(wishes)
-
-
-class _Leaving:
-    """A pass in which images leave: who is still in it, and what the others were answered."""
-
-    def __init__(self, exits: ExitModel, images: int) -> None:
-        self.exits = exits
-        self.inside = torch.arange(images)
-        self.answered: list[tuple[Tensor, Tensor]] = []
-        self.entered = [images]
-
-    def arrive(self, number: int, x: Tensor) -> Tensor | None:
-        if self.exits.taus[number] >= NOBODY:
-            self.entered.append(len(self.inside))
-            return None
-        answers, wishes = self.exits.read(number, x)
-        leaves = torch.sigmoid(wishes) > self.exits.taus[number]
-        left = int(leaves.sum())
-        self.entered.append(len(self.inside) - left)
-        if left == 0:
-            return None
-        if left == len(self.inside):
-            self.answered.append((self.inside, answers))
-            raise _Everyone
-        here = leaves.to(self.inside.device)
-        self.answered.append((self.inside[here], answers[leaves]))
-        self.inside = self.inside[~here]
-        self._take_gates_out(~leaves)
-        return x[~leaves]
-
-    def together(self, images: int) -> Tensor:
-        """The answers of all images, in their order."""
-        first = self.answered[0][1]
-        if len(self.answered) == 1:
-            return first
-        answers = first.new_zeros(images, first.shape[1])
-        for inside, logits in self.answered:
-            answers[inside.to(answers.device)] = logits.to(answers.dtype)
-        return answers
-
-    def _take_gates_out(self, stays_B: Tensor) -> None:
-        """Gates that were decided for an image leave with it: those of the others may be used further on."""
-        gated = self.exits.model
-        if not isinstance(gated, GatedModel) or gated.dynamic is None or gated._board.draw is None:
-            return
-        before, after = gated._board.draw, Draw(gated._ledger)
-        after.parts, after.probabilities = (
-            [part if part is None or len(part) == 1 else part[stays_B] for part in parts]
-            for parts in (before.parts, before.probabilities)
-        )
-        gated._board.draw = gated._last = after
-
-
-class _Arrival(GateHook):
-    """The hook behind a module where images can leave. An object, so that a copied model's hooks are the copy's; a copy
-    of the network alone has no exits."""
-
-    def __init__(self, exits: ExitModel | None, number: int) -> None:
-        self.exits = exits
-        self.number = number
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Arrival:
-        return _Arrival(memo.get(id(self.exits)), self.number)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
-        under_way = None if self.exits is None else self.exits._pass
-        return None if under_way is None else under_way.arrive(self.number, output)
 
 
 class ExitModel(Passing):
@@ -220,13 +78,13 @@ class ExitModel(Passing):
         """An image leaves where its gate's probability is above; with `NOBODY`, an exit is out of use."""
         self._readers: dict[int, Reader] = {}
         """Exits prepared for inference, of the weights of the moment."""
-        self._pass: _Watching | _Leaving | None = None
+        self._pass: Watching | Leaving | None = None
         self._logits: list[Tensor] | None = None
         self._reach_BK: Tensor | None = None
         self._macs: float | None = None
         modules = dict(self._network().named_modules())
         for number, name in enumerate(names):
-            modules[name].register_forward_hook(_Arrival(self, number))
+            modules[name].register_forward_hook(Arrival(self, number))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy prepares its exits anew."""
@@ -273,7 +131,7 @@ class ExitModel(Passing):
             return self._leave(args, kwargs)
 
     @contextmanager
-    def _passing(self, how: _Watching | _Leaving) -> Iterator[None]:
+    def _passing(self, how: Watching | Leaving) -> Iterator[None]:
         self._pass = how
         try:
             yield
@@ -282,7 +140,7 @@ class ExitModel(Passing):
 
     def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """All exits' scores and all gates' logits, for all images."""
-        watching = _Watching(self)
+        watching = Watching(self)
         with self._passing(watching):
             last = tensors_in(self.model(*args, **kwargs))[0]
         self._check_passed(len(watching.answers))
@@ -309,14 +167,14 @@ class ExitModel(Passing):
                 "use exits.model.strategy('threshold'), or 'calibrated'"
             )
         images = len((tensors_in(args) or tensors_in(kwargs))[0])
-        leaving = _Leaving(self, images)
+        leaving = Leaving(self, images)
         self._reach_BK = None
         with self._passing(leaving):
             try:
                 last = tensors_in(self.model(*args, **kwargs))[0]
                 self._check_passed(len(leaving.entered) - 1)
                 leaving.answered.append((leaving.inside, last))
-            except _Everyone:
+            except Everyone:
                 pass
         self._macs = self._macs_of_counts(leaving.entered, images)
         return leaving.together(images)

@@ -26,7 +26,8 @@ from headgate.analysis.specialisation import in_words, order, specialisation
 from headgate.data.batches import Part
 from headgate.data.sources import DataSet
 from headgate.errors import HeadgateError
-from headgate.exits.cascade import ExitModel, Watched
+from headgate.exits.cascade import ExitModel
+from headgate.exits.table import Watched
 from headgate.exits.thresholds import NOBODY
 from headgate.gated import GatedModel
 from headgate.gates.budget import parse_target
