@@ -4,7 +4,7 @@
 Runtime; OpenVINO), against gathering the open weights by indexing, and against a network that was shrunk to the same
 MACs beforehand. ResNet-50 at 224×224 and CIFAR ResNet-56; batches of 1, 8 and 32; a quarter, a half and three quarters
 of the MACs open, in patterns that differ from image to image: random ones, and for CIFAR learned ones from a run
-(`--learned`). All contenders of a case are timed interleaved. What is not installed is left out, and said so.
+(`--learned`). A batch is also computed as if its images came one by one. All contenders of a case are timed interleaved. What is not installed is left out, and said so.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ from headgate.models.names import load_named
 
 QUESTION = "How fast is a network that computes only the open channels of each image, against all dense alternatives?"
 MODELS = ("resnet50", "cifar_resnet56")
-BATCHES = (1, 8, 32)
-SHARES = (0.25, 0.5, 0.75)
 SAMPLE_MS = 40
 DENSE = ("eager", "channels_last", "torch.compile", "onnxruntime", "openvino")
 Row = dict[str, Any]
@@ -231,6 +229,8 @@ def _case(
         **dense_calls, "compact": module_call(fast, x), "gather": module_call(gathering(fast), x),
         "shrunk": module_call(small, x),
     }  # fmt: skip
+    if len(x) > 1:
+        calls["one by one"] = _one_by_one(gated.compact(x[:1]), x)
     for call in calls.values():
         call()
     start = time.perf_counter()
@@ -249,11 +249,19 @@ def _case(
         "of_shrunk_speed": ratio(timings["shrunk"], timings["compact"]),
         "shrunk_open": round(independent_macs(small, x) / gated.dense_macs, 4),
         "of_mac_ratio": round(ratio(timings[best_torch], timings["compact"]).median * float(open_share), 3),
+        "over_one_by_one": ratio(timings["one by one"], timings["compact"]) if len(x) > 1 else None,
+        "at_once": fast.at_once,
         "gates_share": round(_gates_ms(fast, x) / timings["compact"].median_ms, 4),
         "dense_layers": sorted(fast.report.dense), "kernel_layers": len(fast.report.fast),
     }  # fmt: skip
     SAY.print(f"{name} {patterns} batch {len(x)} open {open_share:.2f}: " + json.dumps(_short(timings)))
     return row
+
+
+def _one_by_one(fast: CompactModel, x: Tensor) -> Callable[[], Any]:
+    """The images of a batch as if each came alone."""
+    each = [module_call(fast, image) for image in x.split(1)]
+    return lambda: [call() for call in each]
 
 
 def _without_gates(gated: headgate.GatedModel) -> nn.Module:
