@@ -4,7 +4,8 @@
 Runtime; OpenVINO), against gathering the open weights by indexing, and against a network that was shrunk to the same
 MACs beforehand. ResNet-50 at 224×224 and CIFAR ResNet-56; batches of 1, 8 and 32; a quarter, a half and three quarters
 of the MACs open, in patterns that differ from image to image: random ones, and for CIFAR learned ones from a run
-(`--learned`). A batch is also computed as if its images came one by one. All contenders of a case are timed interleaved. What is not installed is left out, and said so.
+(`--learned`). A batch is also computed as if its images came one by one. All contenders of a case are timed
+interleaved. What is not installed is left out, and said so.
 """
 
 from __future__ import annotations
