@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -406,10 +407,17 @@ def test_an_empty_loader(loader: Any) -> None:
         gated_resnet().sweep_tau(loader)
 
 
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("batches", [0, -1])
-def test_no_batches(batches: int) -> None:
+def test_no_batches(batches: int, kind: str) -> None:
     with pytest.raises(headgate.HeadgateError, match=f"batches={batches}"):
-        gated_resnet().calibrate(LOADER, batches=batches)
+        gated_resnet(kind=kind).calibrate(LOADER, batches=batches)
+
+
+def test_a_sweep_over_an_iterator_says_that_it_is_spent() -> None:
+    with pytest.raises(headgate.HeadgateError, match="spent after the first tau.*pass a list or a DataLoader"):
+        gated_resnet().sweep_tau(iter(LOADER))
+    assert len(gated_resnet().sweep_tau(iter(LOADER), [0.5])) == 1
 
 
 # ------------------------------------------------------------------------------------- what a first user tried
@@ -498,3 +506,32 @@ def test_options_of_other_types(options: dict[str, Any], says: str) -> None:
         gated_resnet(**options)
     with pytest.raises(headgate.HeadgateError, match="ramp_steps='10'"):
         Budget(0.5, ramp_steps="10")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("ensemble", {"runs": 2.5}, "runs=2.5 is no whole number"),
+        ("ensemble", {"runs": "5"}, "runs='5' is no whole number"),
+        ("sample", {"generator": 42}, r"generator=42 is no generator: pass torch.Generator\(\).manual_seed"),
+        ("threshold", {"tau": None}, "tau=None is no number between 0 and 1"),
+        ("threshold", {"taus": 0.4}, "does not take 'taus': options are tau, generator, runs, combine"),
+    ],
+)
+def test_options_of_a_strategy_are_refused_at_once(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(headgate.HeadgateError, match=says):
+        gated_resnet().strategy(name, **options)
+
+
+def test_options_of_a_strategy_may_be_of_torch_and_numpy() -> None:
+    gated = gated_resnet().eval()
+    gated.strategy("threshold", tau=torch.tensor(0.25)).strategy("threshold", tau=np.float32(0.25))
+    assert type(gated._strategy.tau) is float
+    gated.strategy("ensemble", runs=np.int64(2), generator=None)(randn(2, *X))
+
+
+def test_gates_that_cost_more_than_they_save_are_not_helped_by_a_target() -> None:
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    with pytest.raises(headgate.TargetError, match="kind='static', or larger gates") as raised:
+        headgate.gate(net, randn(2, 6), kind="dynamic", target=0.9)
+    assert "higher target" not in str(raised.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,6 +179,33 @@ def test_an_error_in_a_pass_leaves_the_model_usable() -> None:
         gated(randn(2, 4, 8, 8))
     assert gated._board.draw is None
     gated(randn(2, *X))
+
+
+@pytest.mark.parametrize("bad", [randn(3, *X) * math.nan, randn(0, *X)], ids=["NaN", "no image"])
+def test_a_bad_batch_leaves_no_trace_in_the_next(bad: torch.Tensor) -> None:
+    gated = opinionated_(gated_resnet(kind="dynamic", static=["layer2"], target=0.9)).eval()
+    expected = gated(randn(4, *X))
+    gated(bad)
+    assert torch.equal(gated(randn(4, *X)), expected)
+
+
+@pytest.mark.parametrize("name", ["threshold", "always_on", "sample", "ensemble"])
+@pytest.mark.parametrize("static", [(), ("layer2",)])
+@pytest.mark.parametrize("granularity", ["channel", "layer"])
+def test_no_image_gives_no_answer_and_nothing_to_tell_of(name: str, static: tuple[str, ...], granularity: str) -> None:
+    gated = gated_resnet(kind="dynamic", static=static, granularity=granularity, target=0.9).eval().strategy(name)
+    assert gated(randn(0, *X)).shape == (0, 5)
+    for ask in (gated.macs, gated.activation_rates, gated.seen, gated.cost_loss, gated.thresholded_macs):
+        with pytest.raises(headgate.NotDecided, match="no image in the last pass"):
+            ask()
+    gated(randn(2, *X))
+    assert gated.macs() > 0
+
+
+def test_an_empty_batch_in_a_sweep_counts_nothing() -> None:
+    gated = gated_resnet(kind="dynamic")
+    batches = [(randn(n, *X), torch.zeros(n, dtype=torch.int64)) for n in (4, 0)]
+    assert gated.sweep_tau(batches, [0.5]) == gated.sweep_tau(batches[:1], [0.5])
 
 
 def test_a_copy_is_independent() -> None:

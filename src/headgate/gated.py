@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from headgate.errors import HeadgateError, NonFiniteLoss, NotDecided, ShrinkMismatch
 from headgate.gates.budget import Budget
-from headgate.gates.cost import LOSSES, Cost, activation_rate, over_processes, per_gate_loss, target_rates
+from headgate.gates.cost import LOSSES, Cost, Rates, activation_rate, over_processes, per_gate_loss, target_rates
 from headgate.gates.draws import Board, Channels, Draw, Group, Ledger, attach
 from headgate.gates.dynamic import DynamicGates
 from headgate.gates.gumbel import draw as draw_gates
@@ -36,6 +37,7 @@ from headgate.graph.plan import Plan
 from headgate.graph.trace import tensors_in
 from headgate.inference.calibrate import (
     endless,
+    inputs_of,
     labelled,
     least_decisions,
     meet_with_tau,
@@ -44,6 +46,7 @@ from headgate.inference.calibrate import (
     rounded,
 )  # fmt: skip
 from headgate.inference.compact import CompactModel, compact, decided_otherwise
+from headgate.inference.polarise import decide_for_good_
 from headgate.inference.shrink import TOLERANCE, check_same, difference, random_like, shrink
 from headgate.inference.squeeze import Squeezed, move_state_, squeeze, write_back_
 from headgate.inference.strategies import Strategy, combine
@@ -55,7 +58,27 @@ DOUBT = 1e-3
 """Logits nearer to the threshold than that, relatively, may be tipped by rounding."""
 TAU_BATCHES = 16
 """Batches on which the threshold of gates that depend on the input is found."""
+OPTION_KINDS: Mapping[str, tuple[Any, str]] = {
+    "tau": ((Real, Tensor), "number between 0 and 1"),
+    "generator": ((torch.Generator, type(None)), "generator: pass torch.Generator().manual_seed(…)"),
+    "runs": (Integral, "whole number of runs"),
+    "combine": (str, 'name: use "mean" (of probabilities) or "vote" (majority)'),
+}
+"""Of the strategies' options."""
+_SPENT = (
+    "the loader was spent after the first tau: a sweep goes through it once for every tau, so pass a list or a "
+    "DataLoader rather than an iterator"
+)
 _NO_PASS = "gates depend on the input, and there was no forward pass for {} to tell of: call the model first"
+
+
+def _check_like(images: Any, example: Tensor) -> None:
+    """Whether images can be what a network with this example is timed on."""
+    if not isinstance(images, Tensor) or images.dim() != example.dim() or images.shape[1] != example.shape[1]:
+        what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise HeadgateError(f"compact(images): a tensor like {('images', *example.shape[1:])} is needed, got {what}")
+    if not len(images):
+        raise HeadgateError("compact(images): there is no image to time the layers on")
 
 
 @dataclass(frozen=True)
@@ -79,7 +102,7 @@ class GatedModel(Passing):
 
     def __init__(
         self, model: nn.Module, graph: ChannelGraph, example_input: Any, target: float, loss: str,
-        budget: Budget | None, gates: StaticGates, rates: float | Sequence[float] | Mapping[str, float] | None,
+        budget: Budget | None, gates: StaticGates, rates: Rates | None,
         dynamic: DynamicGates | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -206,6 +229,31 @@ class GatedModel(Passing):
             parameter.requires_grad_(not settled and parameter.numel() > 0)
         return self.train(self.training)
 
+    @torch.no_grad()
+    def polarise_(self, loader: Iterable[Any], batches: int | None = 200) -> int:
+        """Decide for good the gates on which all images of a loader agree, under the strategy in force: whatever the
+        image, they say the same from now on, and `compact()` and its ONNX file are without them. These images are
+        answered as before; others may be answered otherwise. Gives the number of such gates that look at the image."""
+        if self.dynamic is None:
+            raise NotDecided("no gate depends on the input: there is nothing left to decide, use shrink()")
+        if self.sampled:
+            raise NotDecided("the strategy in force draws gates: choose 'threshold' or 'calibrated' before polarise_()")
+        device, training = next(self.parameters()).device, self.training
+        opened_G, images = np.zeros(self.graph.gate_count), 0
+        self.eval()
+        try:
+            for batch in itertools.islice(loader, batches):
+                self._run_inputs(*(each.to(device) for each in inputs_of(batch, self._names)))
+                assert self._last is not None
+                gates_BG = self._last.gates_BG
+                opened_G += gates_BG.sum(0).cpu().numpy()
+                images += len(gates_BG)
+        finally:
+            self.train(training)
+        if not images:
+            raise HeadgateError("the loader is empty: gates are decided by what images say")
+        return decide_for_good_(self.dynamic, self.graph, opened_G == images, opened_G == 0)
+
     def train(self, mode: bool = True) -> GatedModel:
         """Train mode, or eval mode; settled gates stay as they are."""
         super().train(mode)
@@ -237,8 +285,8 @@ class GatedModel(Passing):
             if not isinstance(output, Tensor):
                 raise HeadgateError("an ensemble combines class scores: this model's output is no single tensor")
             outputs.append(output)
-            macs += self.macs()
-        self._macs = macs
+            macs += self.macs() if images else 0.0
+        self._macs = macs if images else None
         return combine(outputs, self._strategy.combine)
 
     @property
@@ -249,10 +297,7 @@ class GatedModel(Passing):
     def strategy(self, name: str, **options: Any) -> GatedModel:
         """How to infer in eval mode: "threshold" (tau), "calibrated", "sample" (generator), "always_on",
         "ensemble" (runs, combine="mean"/"vote", generator). Returns the model itself."""
-        try:
-            self._strategy = Strategy(name, **options)
-        except TypeError as error:
-            raise HeadgateError(f"strategy {name!r} does not take {sorted(options)}: {error}") from error
+        self._strategy = Strategy(name, **_checked_options(name, options))
         self._macs = self._last = None
         return self.unsqueeze_() if name == "always_on" else self
 
@@ -275,10 +320,11 @@ class GatedModel(Passing):
                 if self.dynamic is not None:
                     raise NotDecided(_NO_PASS.format("macs()"))
                 return self.cost.decided_macs(self._decide())
-            if self.dynamic is None and len(self._last.gates_BG) == 1 and not self._sampling:
-                self._macs = self.cost.decided_macs(self._last.gates_BG[0].detach().cpu().numpy() > 0.5)
+            draw = self._last_pass("macs()")
+            if self.dynamic is None and len(draw.gates_BG) == 1 and not self._sampling:
+                self._macs = self.cost.decided_macs(draw.gates_BG[0].detach().cpu().numpy() > 0.5)
             else:
-                self._macs = float(self.cost.macs_B(self._last).detach().double().mean()) * self.dense_macs
+                self._macs = float(self.cost.macs_B(draw).detach().double().mean()) * self.dense_macs
         return self._macs
 
     def thresholded_macs(self, tau: float = 0.5) -> int:
@@ -288,9 +334,9 @@ class GatedModel(Passing):
             return self.cost.decided_macs(self._kept_alive(self._probabilities() > tau))
         if self._last is None:
             raise NotDecided(_NO_PASS.format("thresholded_macs()"))
-        decided = Draw(self._ledger)
+        last, decided = self._last_pass("thresholded_macs()"), Draw(self._ledger)
         for group in (self._fixed, *self._groups) if self._fixed.count else self._groups:
-            parts = [self._last.probabilities[number] for number in group.masks]
+            parts = [last.probabilities[number] for number in group.masks]
             probabilities_BN = torch.cat([part for part in parts if part is not None], 1)
             gates_BN = (probabilities_BN > tau).to(probabilities_BN.dtype)
             decided.fill_(group, group.keep_one_open(gates_BN, probabilities_BN))
@@ -299,13 +345,9 @@ class GatedModel(Passing):
     def cost_loss(self) -> Tensor:
         """The scalar to add to the task loss, for the forward pass just done; 0 where gates are settled. Asked again
         for the same pass, it is the same: the budget moves on once a pass."""
-        draw = self._last
-        if draw is None:
-            raise NotDecided(
-                "cost_loss() is about the forward pass just done, and there was none: call the model first"
-            )
-        if self.settled:
-            return draw.gates_BG.new_zeros(())
+        if self.settled and self._last is not None:
+            return self._last.gates_BG.new_zeros(())
+        draw = self._last_pass("cost_loss()")
         if self.loss == "per_gate":
             loss = per_gate_loss(draw, self._rates)
             if not bool(loss.isfinite()):
@@ -331,11 +373,7 @@ class GatedModel(Passing):
 
     def activation_rates(self) -> tuple[float, dict[str, Tensor]]:
         """The paper's activation rates of the last batch: of all gates, and of each gate by mask."""
-        if self._last is None:
-            raise NotDecided(
-                "activation_rates() is about the forward pass just done, and there was none: call the model first"
-            )
-        rates = self._last.gates_BG.detach().mean(0)
+        rates = self._last_pass("activation_rates()").gates_BG.detach().mean(0)
         return float(rates.mean()), self._by_mask(rates)
 
     def polarised(self) -> float:
@@ -351,9 +389,18 @@ class GatedModel(Passing):
 
     def seen(self) -> Seen:
         """The forward pass just done: which gates were open for which image, and what each layer cost."""
+        return seen(self._last_pass("seen()"), self.cost)
+
+    def _last_pass(self, asked: str) -> Draw:
+        """The gates of the forward pass just done, of one image or more."""
         if self._last is None:
-            raise NotDecided("seen() is about the forward pass just done, and there was none: call the model first")
-        return seen(self._last, self.cost)
+            raise NotDecided(f"{asked} is about the forward pass just done, and there was none: call the model first")
+        if not len(self._last.gates_BG):
+            raise NotDecided(
+                f"{asked} is about the forward pass just done, and there was no image in the last pass: "
+                "call the model with one or more"
+            )
+        return self._last
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise HeadgateError(
@@ -381,16 +428,9 @@ class GatedModel(Passing):
         ]  # fmt: skip
 
     def _probabilities(self) -> np.ndarray:
-        """P(open) of every gate; of those that depend on the input, the mean over the last batch (1 before any)."""
-        p = self.gates.probabilities().detach().cpu().numpy().astype(np.float64)
-        if self.dynamic is not None:
-            every = np.ones(self.graph.gate_count)
-            every[self._fixed.gates.numpy()] = p
-            if self._last is not None:
-                for mask, seen in zip(self.graph.masks, self._last.probabilities, strict=True):
-                    if seen is not None:
-                        every[mask.gates] = seen.double().mean(0).cpu().numpy()
-            p = every
+        """P(open) of every gate that is a parameter; 1 where it depends on the input, whatever was seen before."""
+        p = np.ones(self.graph.gate_count)
+        p[self._fixed.gates.numpy()] = self.gates.probabilities().detach().cpu().numpy()
         if not np.isfinite(p).all():
             raise NonFiniteLoss(
                 "a gate's probability is NaN: the loss was not finite at some step. "
@@ -402,9 +442,9 @@ class GatedModel(Passing):
         """P(open) of every gate, of those that depend on the input for every image of the last batch."""
         if self.dynamic is None:
             return self._probabilities()
-        parts = [] if self._last is None else [part for part in self._last.probabilities if part is not None]
-        if not parts:
+        if self._last is None or not any(part is not None for part in self._last.probabilities):
             raise NotDecided(_NO_PASS.format(asked))
+        parts = [part for part in self._last_pass(asked).probabilities if part is not None]
         return np.concatenate([part.double().cpu().numpy().reshape(-1) for part in parts])
 
     def _by_mask(self, flat: Tensor) -> dict[str, Tensor]:
@@ -562,8 +602,7 @@ class GatedModel(Passing):
     def _calibrate_tau(self, loader: Iterable[Any], batches: int, batchnorm: bool) -> None:
         """The threshold at which a loader's images cost the target on average, with BatchNorm re-estimated there."""
         assert self.dynamic is not None
-        data = endless(loader, batches, self._names)
-        probe = list(itertools.islice(data, TAU_BATCHES))
+        probe, more = self._probe(loader, batches)
 
         def macs_at(tau: float) -> float:
             self._tau = tau
@@ -577,7 +616,7 @@ class GatedModel(Passing):
             if batchnorm:
                 macs_at(meet_with_tau(macs_at, target_macs))
                 both = nn.ModuleList([self.model, self.dynamic])
-                again = ((inputs,) for inputs in itertools.chain(probe, data))
+                again = ((inputs,) for inputs in itertools.chain(probe, more))
                 reestimate_batchnorm(both, self._run_inputs, again, batches)
             macs_at(meet_with_tau(macs_at, target_macs))
         except BaseException:
@@ -586,6 +625,21 @@ class GatedModel(Passing):
             raise
         finally:
             self._macs = self._last = None
+
+    def _probe(self, loader: Iterable[Any], batches: int) -> tuple[list[tuple[Any, ...]], Iterator[tuple[Any, ...]]]:
+        """A loader's first batches, none of them twice, and those that come after, up to `batches` in all."""
+        if batches < 1:
+            raise HeadgateError(f"batches={batches}: a threshold is found on at least one batch")
+        rounds = _Rounds(loader)
+        data = endless(rounds, batches, self._names)
+        probe: list[tuple[Any, ...]] = []
+        for inputs in data:
+            if rounds.begun > 1:
+                return probe, itertools.chain([inputs], data)
+            probe.append(inputs)
+            if len(probe) == TAU_BATCHES:
+                break
+        return probe, data
 
     @torch.no_grad()
     def _mean_macs(self, batches: Sequence[tuple[Any, ...]]) -> float:
@@ -614,24 +668,17 @@ class GatedModel(Passing):
         return self._run(len(inputs[0]), *self._arguments(inputs))
 
     def sweep_tau(self, loader: Iterable[Any], taus: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> list[TauPoint]:
-        """Accuracy and MACs over tau, for a loader of (images, labels)."""
+        """Accuracy and MACs over tau, for a loader of (images, labels): every gate is open where p > tau, whether it
+        depends on the input or not."""
         before, training = self._strategy, self.training
-        device = next(self.parameters()).device
-        rows = []
+        rows: list[TauPoint] = []
         try:
             self.eval()
             for tau in taus:
                 self.strategy("threshold", tau=tau)
-                right, total, macs = 0, 0, 0.0
-                with torch.no_grad():
-                    for batch in loader:
-                        inputs, labels = labelled(batch, self._names)
-                        answers = tensors_in(self._run_inputs(*(each.to(device) for each in inputs)))[0].argmax(1)
-                        right += int((answers.to(labels.device) == labels).sum())
-                        total += len(answers)
-                        macs += self.macs() * len(answers)
+                right, total, macs = self._judged(loader)
                 if total == 0:
-                    raise HeadgateError("the loader is empty: a sweep needs data")
+                    raise HeadgateError(_SPENT if rows else "the loader is empty: a sweep needs data")
                 mean = macs / total
                 rows.append(TauPoint(tau, mean, mean / self.dense_macs, right / total))
         finally:
@@ -639,6 +686,19 @@ class GatedModel(Passing):
             self._macs = self._last = None
             self.train(training)
         return rows
+
+    @torch.no_grad()
+    def _judged(self, loader: Iterable[Any]) -> tuple[int, int, float]:
+        """How many of a loader's images are answered right, how many there are, and the multiply-adds of all."""
+        device = next(self.parameters()).device
+        right, total, macs = 0, 0, 0.0
+        for batch in loader:
+            inputs, labels = labelled(batch, self._names)
+            answers = tensors_in(self._run_inputs(*(each.to(device) for each in inputs)))[0].argmax(1)
+            right += int((answers.to(labels.device) == labels).sum())
+            total += len(answers)
+            macs += self.macs() * len(answers) if len(answers) else 0.0
+        return right, total, macs
 
     def shrink(self, round_to: int = 1, fold_batchnorm: bool = False) -> nn.Module:
         """A plain, smaller nn.Module that computes what this one computes in eval mode. Checked at every call.
@@ -685,19 +745,31 @@ class GatedModel(Passing):
             raise NotDecided(
                 f'strategy "{self._strategy.name}" draws gates: choose "threshold" or "calibrated" before compact()'
             )
-        examples = tensors_in(self._example_input)
-        if len(examples) != 1:
-            raise HeadgateError("compact() takes models with one input tensor")
-        tau = 0.0 if self._strategy.name == "always_on" else self._threshold
-        fast = compact(self.model, self.graph, self.dynamic, self._decide(), tau, examples[0], fold)
+        example = self._one_image_tensor()
+        if images is not None:
+            _check_like(images, example)
+        always_on = self._strategy.name == "always_on"
+        tau = 0.0 if always_on else self._threshold
+        fast = compact(self.model, self.graph, self.dynamic, self._decide(), tau, example, fold, always_on)
         training = self.training
         self.eval()
         try:
-            self._check_compact(fast, examples[0])
+            self._check_compact(fast, example)
         finally:
             self.train(training)
-        fast.choose_(examples[0] if images is None else images)
+        fast.choose_(example if images is None else images)
         return fast
+
+    def _one_image_tensor(self) -> Tensor:
+        """The example input of a model that is called with one tensor and nothing else."""
+        given = self._example_input
+        given = given[0] if isinstance(given, (tuple, list)) and len(given) == 1 else given
+        if not isinstance(given, Tensor):
+            raise HeadgateError(
+                "compact() takes models that are called with one tensor and nothing else, and the example input is "
+                "more than that: use the gated model itself, or give the other arguments default values"
+            )
+        return given
 
     @torch.no_grad()
     def _check_compact(self, fast: CompactModel, example: Tensor) -> None:
@@ -772,6 +844,29 @@ class GatedModel(Passing):
             f"{gates} gates{kind} in {masks} masks, target={self.target:.3g} of {self.dense_macs:,} MACs, "
             f"stream={self.graph.stream!r}"
         )
+
+
+class _Rounds:
+    """A loader that tells how often it was begun."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.begun = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
+        return iter(self.loader)
+
+
+def _checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A strategy's options, each of the kind that it must be."""
+    for option, value in options.items():
+        if option not in OPTION_KINDS:
+            raise HeadgateError(f"strategy {name!r} does not take {option!r}: options are {', '.join(OPTION_KINDS)}")
+        kinds, what = OPTION_KINDS[option]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise HeadgateError(f"strategy {name!r}: {option}={value!r} is no {what}")
+    return {option: float(value) if option == "tau" else value for option, value in options.items()}
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -6,7 +6,7 @@ shows what it would find. The model that is given is not changed. Knows nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from headgate.errors import HeadgateError, ModelError, NothingToGate, TargetError
 from headgate.gated import GatedModel
 from headgate.gates.budget import Budget, check_budget_, parse_target
+from headgate.gates.cost import Rates
 from headgate.gates.dynamic import DynamicGates
 from headgate.gates.folding import check_folding
 from headgate.gates.gumbel import Backward, Relaxation
@@ -39,7 +40,7 @@ def gate(
     static: Sequence[str] = (),
     loss: str = "macs",
     budget: Budget | None = None,
-    rates: float | Sequence[float] | Mapping[str, float] | None = None,
+    rates: Rates | None = None,
     initial_probability: float = 0.95,
     temperature: float = 1.0,
     hard: bool = True,
@@ -111,10 +112,13 @@ def _check_floor(gated: GatedModel) -> None:
     if floor <= gated.target * dense:
         return
     own = "" if gated.dynamic is None else f"; the gates' own networks need {gated.dynamic.macs / dense:.3f}"
+    less = ", or freeze less" if gated.frozen_names else ""
+    remedy = f"Choose a higher target{less}; `headgate inspect` shows what is frozen"
+    if floor > dense:  # no target helps
+        remedy = "Use kind='static', or larger gates, whose networks are smaller: granularity=8, or \"layer\""
     raise TargetError(
         f"target {gated.target:.3g} can't be reached: with all gates closed that may close, {floor / dense:.3f} of the "
-        f"MACs are left ({graph.gateable_fraction:.0%} are in layers with gates{own}). Choose a higher target"
-        f"{', or freeze less' if gated.frozen_names else ''}; `headgate inspect` shows what is frozen"
+        f"MACs are left ({graph.gateable_fraction:.0%} are in layers with gates{own}). {remedy}"
     )
 
 

@@ -129,8 +129,20 @@ def test_the_per_gate_loss_sums_over_gates_with_a_target_each() -> None:
 
 
 @pytest.mark.parametrize(
-    "rates", [[0.5], [0.5, 0.5, 0.5], {"0": 0.5}, {"0": 0.5, "2": 0.5, "x": 1.0}, 1.5, [-0.1, 0.5]]
+    "rates", [torch.tensor([0.25, 0.75]), np.array([0.25, 0.75]), torch.tensor([0.25, 0.75]).unbind()]
 )
+def test_target_rates_may_be_tensors_and_arrays(rates: object) -> None:
+    gated = gated_plain(loss="per_gate", rates=rates)
+    assert torch.equal(gated._rates, target_rates(gated.graph, [0.25, 0.75]))
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        [0.5], [0.5, 0.5, 0.5], {"0": 0.5}, {"0": 0.5, "2": 0.5, "x": 1.0}, 1.5, [-0.1, 0.5], "0.5", ["0.5", "0.5"],
+        [0.5, None], True, float("nan"), torch.ones(3), [torch.ones(2), 0.5], torch.ones(2, 2),
+    ],
+)  # fmt: skip
 def test_wrong_target_rates_are_refused(rates: object) -> None:
     with pytest.raises(headgate.HeadgateError, match="target rate"):
         gated_plain(loss="per_gate", rates=rates)

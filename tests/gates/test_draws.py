@@ -159,3 +159,23 @@ def test_the_bare_model_inside_runs_ungated() -> None:
     gated = headgate.gate(dense, example(case), target=1.0)
     gated.set_gate_probabilities({name: torch.zeros_like(p) for name, p in gated.gate_probabilities().items()})
     assert torch.equal(tensors(gated.model.eval()(*example(case)))[0], dense(*example(case)))
+
+
+def test_no_image_passes_a_tensor_with_static_and_dynamic_masks() -> None:
+    net = Net(
+        lambda n, x: n.head(n.c(torch.cat([n.a(x), n.b(n.a(x).relu())], 1).relu()).mean((2, 3))),
+        a=conv(3, 8), b=conv(8, 8), c=conv(16, 16), head=head(16),
+    )  # fmt: skip
+    gated = headgate.gate(net, randn(2, 3, 8, 8), kind="dynamic", static=["a"], stream="shared", target=0.9).eval()
+    assert gated(randn(0, 3, 8, 8)).shape == (0, 5)
+    assert gated(randn(2, 3, 8, 8)).shape == (2, 5)
+
+
+def test_no_image_passes_a_gated_branch_of_any_dimension() -> None:
+    net = Net(
+        lambda n, x: n.head((n.stem(x).relu() + n.b(n.a(n.stem(x).relu()).relu())).mean(2)),
+        stem=nn.Conv1d(3, 16, 3, padding=1), a=nn.Conv1d(16, 16, 3, padding=1), b=nn.Conv1d(16, 16, 3, padding=1),
+        head=head(16),
+    )  # fmt: skip
+    gated = headgate.gate(net, randn(2, 3, 32), kind="dynamic", target=0.9).eval()
+    assert gated(randn(0, 3, 32)).shape == gated.compact()(randn(0, 3, 32)).shape == (0, 5)

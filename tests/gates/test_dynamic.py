@@ -162,6 +162,27 @@ def test_training_reaches_the_target_and_calibration_meets_it(granularity: str |
     assert gated._strategy.name == "calibrated"
 
 
+def test_a_short_loader_is_calibrated_on_with_every_batch_once() -> None:
+    """The first seven of nine batches would otherwise count twice in the sixteen that are looked at."""
+    data = [randn(8, 3, 8, 8, seed=number) * (3.0 if number < 7 else 0.2) for number in range(9)]
+    gated = opinionated_(headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", target=0.5))
+    probe, more = gated._probe(data, 20)
+    assert [id(x) for (x,) in probe] == [id(x) for x in data]
+    assert [id(x) for (x,) in more] == [id(x) for x in (*data, *data[:2])]
+    gated.calibrate(data, batchnorm=False).eval()
+    gated(torch.cat(data))
+    assert 0.48 < gated.macs() / gated.dense_macs <= 0.5
+
+
+@pytest.mark.parametrize("count", [16, 20])
+def test_a_long_loader_is_calibrated_on_with_its_first_batches(count: int) -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic")
+    data = [torch.full((1, 3, 8, 8), float(number)) for number in range(count)]
+    probe, more = gated._probe(iter(data), count)
+    assert [float(x.mean()) for (x,) in probe] == list(range(16))
+    assert [float(x.mean()) for (x,) in more] == list(range(16, count))
+
+
 def test_gradients_reach_every_gate_network_and_are_the_formulas() -> None:
     """Without the budget's scale, the gradient of the cost is autograd's own through the gate networks."""
     torch.manual_seed(0)

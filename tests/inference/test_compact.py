@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headgate
@@ -23,7 +26,7 @@ from headgate.inference.lowering.fate import ALWAYS, DEPENDS, NEVER, gates_over_
 from headgate.inference.lowering.masks import GateSite
 from headgate.models import cifar_resnet20
 from tests.gates.test_dynamic import opinionated_, sites_of, two_blocks
-from tests.networks import NETWORKS, conv, example
+from tests.networks import NETWORKS, conv, example, residual
 from tests.oracle import Net, difference, randn, randomize_
 
 NOT_EXPORTED: set[str] = set()
@@ -446,3 +449,181 @@ def test_without_the_compiled_kernel_every_masked_layer_is_listed(monkeypatch: p
     plain = gated.compact().report
     assert plain.fast == () and {*by_kernel.fast, *by_kernel.dense} == set(plain.dense)
     assert any("no compiled kernel" in reason for reason in plain.dense.values())
+
+
+class Stem(nn.Module):
+    """A convolution, then something, then classes."""
+
+    def __init__(self, body: nn.Module, mean: Callable[[Tensor], Tensor] = lambda x: x.mean((2, 3))) -> None:
+        super().__init__()
+        self.stem, self.body, self.fc, self.mean = conv(3, 8), body, nn.Linear(8, 5), mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.fc(self.mean(self.body(F.relu(self.stem(x)))))
+        return answer
+
+
+class Residual(nn.Module):
+    def __init__(self, act: bool = True, between: nn.Module | None = None, **options: object) -> None:
+        super().__init__()
+        self.c1, self.c2 = (nn.Conv2d(8, 8, 3, **{"padding": 1, **options}) for _ in range(2))  # type: ignore[arg-type]
+        self.between = nn.Identity() if between is None else between
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.c2(F.relu(self.between(self.c1(x)))) + x
+        return F.relu(y) if self.act else y
+
+
+class Halving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1, self.c2 = conv(8, 8), nn.Conv2d(8, 8, 3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.c2(F.relu(self.c1(x))) + F.max_pool2d(x, 2))
+
+
+SIZE = randn(2, 3, 8, 8)
+
+
+def test_images_of_another_size_are_computed_right_or_refused() -> None:
+    free = opinionated(lambda: Stem(Residual()), SIZE)
+    compare(free, free.compact(), (3, 11, 9), 3, 0)
+    places = opinionated(lambda: Stem(Residual(), lambda x: x.sum((2, 3)) / (x.shape[2] * x.shape[3])), SIZE)
+    for gated, size in ((places, 16), (opinionated(lambda: Stem(Halving()), SIZE), 9)):
+        fast = gated.compact()
+        for _ in range(2):
+            with pytest.raises(HeadgateError, match=rf"made for images of \(3, 8, 8\).*\(3, {size}, {size}\)"):
+                fast(randn(1, 3, size, size))
+        compare(gated, fast, (3, 8, 8), 3, 0)
+
+
+def test_a_residual_of_another_shape_is_never_written_to() -> None:
+    layer = Conv(torch.zeros(8, 8, 3, 3), None, [2, 2], [1, 1], [1, 1], False, True, False)
+    layer.layer = "c2"
+    with pytest.raises(HeadgateError, match=r"`c2` gives \[1, 8, 5, 5\], but is added to \[1, 8, 4, 4\]"):
+        layer(torch.zeros(1, 8, 9, 9), None, None, torch.zeros(1, 8, 4, 4))
+    with pytest.raises(HeadgateError, match="fewer than its kernel"):
+        Conv(torch.zeros(8, 8, 5, 5), None, [1, 1], [0, 0], [1, 1], False, False, False)(
+            torch.zeros(1, 8, 3, 3), None, None, None
+        )
+
+
+def test_what_is_added_without_relu_is_rectified_by_the_next_block_that_has_one() -> None:
+    def make() -> nn.Module:
+        net = Stem(nn.Sequential(Residual(act=False), Residual(), Residual(act=False), Residual()))
+        nn.init.constant_(net.body[0].c2.bias, -1)
+        return net
+
+    gated = opinionated(make, SIZE)
+    gated.model.body[0].c2.bias.data.fill_(-1)
+    fast = gated.compact()
+    for seed in range(4):
+        compare(gated, fast, (3, 8, 8), 5, seed)
+
+
+@pytest.mark.parametrize("closed", ["all", "first"])
+@pytest.mark.parametrize("options", [{}, {"stream": "shared"}, {"granularity": 4}, {"static": ["block.conv1"]}])
+@pytest.mark.parametrize("projecting", [False, True])
+def test_branches_that_are_closed_for_good(closed: str, options: dict[str, object], projecting: bool) -> None:
+    """Whatever is closed for all images, what is decided elsewhere is decided as before."""
+    make = (lambda: residual(lambda: nn.Conv2d(8, 12, 1, 2), 12, 2)) if projecting else two_blocks
+    gated = opinionated(make, randn(1, 3, 6, 6), **options)
+    if gated._fixed.count:
+        gated.gates.set_probabilities(torch.zeros(gated._fixed.count))
+    with torch.no_grad():
+        for network in gated.dynamic.networks if closed == "all" else gated.dynamic.networks[:1]:
+            network.head.weight.zero_()
+            network.head.bias.fill_(-9.0)
+    fast = gated.compact()
+    for images in (1, 4):
+        compare(gated, fast, (3, 6, 6), images, images)
+
+
+def test_a_sum_of_a_layer_with_itself() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c1, self.c2 = conv(8, 8), conv(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.c2(torch.sigmoid(self.c1(x)))
+            return F.relu(y + y + x)
+
+    gated = opinionated(lambda: Stem(nn.Sequential(Twice(), Twice())), SIZE)
+    compare(gated, gated.compact(), (3, 8, 8), 4, 0)
+
+
+def test_statistics_of_the_batch_are_of_all_images() -> None:
+    def make() -> nn.Module:
+        return Stem(nn.Sequential(*(Residual(between=nn.BatchNorm2d(8, track_running_stats=False)) for _ in range(2))))
+
+    gated = opinionated(make, SIZE)
+    fast = gated.compact()
+    assert "its BatchNorm averages over the batch" in fast.report.dense.values()
+    compare(gated, fast, (3, 8, 8), 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("padding", "options"), [("same", {}), ("valid", {"kernel_size": 1}), ("same", {"dilation": 2})]
+)
+def test_padding_in_words_is_computed_by_the_kernel(padding: str, options: dict[str, object]) -> None:
+    def layer() -> nn.Module:
+        return nn.Conv2d(8, 8, **{"kernel_size": 3, "padding": padding, **options})  # type: ignore[arg-type]
+
+    gated = opinionated(lambda: Stem(nn.Sequential(layer(), nn.ReLU(), layer(), nn.ReLU())), SIZE)
+    fast = gated.compact()
+    assert not any("no kernel" in reason for layer, reason in fast.report.dense.items() if layer != "fc")
+    compare(gated, fast, (3, 8, 8), 3, 0)
+
+
+def test_all_gates_open_whatever_they_would_say() -> None:
+    gated = opinionated(two_blocks, randn(1, 3, 6, 6))
+    with torch.no_grad():
+        for network in gated.dynamic.networks:
+            network.head.bias.fill_(-200.0)
+    gated.strategy("always_on")
+    x = randn(3, 3, 6, 6)
+    assert difference(gated(x), gated.compact()(x)) < CLOSE
+
+
+def test_a_compact_network_holds_no_more_than_it_reads_and_can_not_be_changed() -> None:
+    gated = opinionated(cifar_resnet20, randn(1, 3, 32, 32))
+    fast = gated.compact()
+    dense = sum(tensor.numel() for tensor in gated.model.parameters())
+    held = {id(tensor): tensor.numel() for tensor in [*fast.parameters(), *fast.buffers()]}
+    assert sum(held.values()) < 1.2 * dense
+    for change in (
+        lambda: fast.load_state_dict(fast.state_dict()), lambda: pickle.dumps(fast), fast.double, fast.half,
+    ):  # fmt: skip
+        with pytest.raises(HeadgateError, match="gated"):
+            change()
+    assert fast.float().to("cpu") is fast
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.deepcopy(fast)
+
+
+def test_models_and_images_that_compact_can_not_take_are_told() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = two_blocks()
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            answer: Tensor = self.net(x) * scale
+            return answer
+
+    with pytest.raises(HeadgateError, match="one tensor and nothing else"):
+        opinionated(Scaled, (randn(1, 3, 6, 6), 2.0)).compact()
+    gated = opinionated(Scaled, randn(1, 3, 6, 6))
+    for images, words in (
+        ([randn(1, 3, 6, 6)], "list"), (randn(2, 4, 6, 6), r"\(2, 4, 6, 6\)"), (randn(0, 3, 6, 6), "no image"),
+    ):  # fmt: skip
+        with pytest.raises(HeadgateError, match=words):
+            gated.compact(images)
+    fast = gated.compact()
+    with pytest.raises(HeadgateError, match="tensor of images, got list"):
+        fast([randn(1, 3, 6, 6)])
+    compare(gated, fast, (3, 6, 6), 3, 0)

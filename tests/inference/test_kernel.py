@@ -251,8 +251,34 @@ def test_the_operator_passes_torchs_own_checks() -> None:
     [
         ({"in_mask": torch.ones(2, 5)}, "in_mask"), ({"out_mask": torch.ones(3, 3)}, "out_mask"),
         ({"residual": torch.zeros(1)}, "residual"), ({"padding": (0, 0)}, "smaller than the kernel"),
+        ({"bias": torch.ones(1)}, r"the bias is \(1,\), which does not fit 3 output channels"),
+        ({"bias": torch.ones(1, 3)}, "the bias"), ({"stride": (1, 0)}, r"stride=\[1, 0\]"),
+        ({"padding": (-1, 1)}, r"padding=\[-1, 1\]"), ({"dilation": (0, 1)}, r"dilation=\[0, 1\]"),
+        ({"x": torch.randn(4)}, "takes images"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None:
     with pytest.raises(headgate.HeadgateError, match=message):
-        masked_conv2d(torch.randn(2, 4, 2, 2), torch.randn(3, 4, 3, 3), **{"padding": (1, 1), **change})
+        masked_conv2d(**{"x": torch.randn(2, 4, 2, 2), "weight": torch.randn(3, 4, 3, 3), "padding": (1, 1), **change})
+
+
+def test_a_bias_that_does_not_fit_is_not_read_past_its_end_in_place_either() -> None:
+    x, w, y = torch.randn(2, 4, 2, 2), torch.randn(3, 4, 1, 1), torch.zeros(2, 3, 2, 2)
+    with pytest.raises(headgate.HeadgateError, match="the bias"):
+        torch.ops.headgate.masked_conv2d_add_(x, w, torch.ones(1), None, None, y, [1, 1], [0, 0], [1, 1], True, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("kernel_size", "stride", "padding", "message"),
+    [
+        ([3, 3], [2, 2], [0, 0], r"images of \(2, 2\) are smaller than the kernel \(3, 3\)"),
+        ([2, 2], [0, 1], [0, 0], "stride"), ([0, 1], [1, 1], [0, 0], "kernel"), ([2, 2], [1, 1], [-1, 0], "padding"),
+        ([2, 2], [1, 1], [2, 0], "more than half"),
+    ],
+)  # fmt: skip
+def test_a_pooling_that_does_not_fit_is_said(
+    kernel_size: list[int], stride: list[int], padding: list[int], message: str, device: str
+) -> None:
+    with pytest.raises(headgate.HeadgateError, match=message):
+        torch.ops.headgate.max_pool2d(torch.ones(1, 1, 2, 2, device=device), kernel_size, stride, padding)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from typer.testing import CliRunner
 import headgate
 from headgate.cli import app
 from headgate.models.cifar_resnet import CifarResNet
+from headgate.training import ask as asking
+from tests.gates.test_dynamic import opinionated_
+from tests.oracle import difference, independent_macs
 from tests.training.runs import TINY, run
 from tests.training.tiny import make
 
@@ -161,8 +165,49 @@ def test_a_conditional_run_answers_too(conditional: Path, tmp_path: Path) -> Non
     assert dense == rows["dense"]
     bench = ["bench", str(conditional), "--batch", "1", "--batch", "4", "--rounds", "2", "--threads", "1", "--json"]
     assert [row["batch"] for row in json.loads(ask(*bench))] == [1, 4]
-    written = ask("shrink", str(conditional), "--onnx", str(tmp_path / "masked.onnx"))
-    assert "conditional" in written and (tmp_path / "masked.onnx").is_file()
+
+
+def test_a_conditional_run_as_onnx_tells_what_images_need_and_what_the_file_computes(
+    conditional: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "masked.onnx"
+    written = ask("shrink", str(conditional), "--onnx", str(file))
+    assert "conditional" in written and "masked, as ONNX" in written and file.is_file()
+    made = json.loads(ask("shrink", str(conditional), "--onnx", str(file), "--json"))
+    (row,) = json.loads(ask("evaluate", str(conditional), "--of", "conditional", "--json"))
+    assert made["conditional"]["macs"] == pytest.approx(row["macs"])
+    gated = headgate.load(conditional / "conditional.safetensors", make())
+    assert made["conditional"]["macs"] < made["onnx"]["macs"] <= made["dense"]["macs"] + gated.dynamic.macs
+    compact = gated.compact()
+    assert made["onnx"]["macs"] == independent_macs(compact.in_plain_operators(), torch.zeros(1, 1, 8, 8))
+    (conditional / "result.json").rename(tmp_path / "result.json")
+    try:
+        again = json.loads(ask("shrink", str(conditional), "--onnx", str(file), "--json"))
+    finally:
+        (tmp_path / "result.json").rename(conditional / "result.json")
+    assert again["conditional"]["macs"] == pytest.approx(row["macs"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"kind": "static"}, {"kind": "dynamic"}, {"kind": "dynamic", "static": ["layer2"]}]
+)
+def test_the_network_that_is_timed_at_a_tau_is_the_one_that_is_judged(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 1, 8, 8)
+    gated = headgate.gate(make().eval(), x, target=0.7, **options)
+    torch.nn.init.normal_(gated.gates.logits)
+    if gated.dynamic is not None:
+        opinionated_(gated)
+    gated.calibrate([x], batches=1).eval()
+    answers: list[torch.Tensor] = []
+    monkeypatch.setattr(asking, "module_call", lambda net, image: lambda: answers.append(net(image).detach()))
+    for tau, call in asking._at_taus(gated, x.split(1), (0.3, 0.5, 0.8)).items():
+        answers.clear()
+        call()
+        expected = gated.strategy("threshold", tau=float(tau))(x)
+        assert difference(torch.cat(answers), expected) < 1e-4
 
 
 def test_a_run_with_exits_answers_too(tmp_path: Path) -> None:

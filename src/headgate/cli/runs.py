@@ -15,6 +15,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "threshold": {"tau": 0.5}, "sample": {"seed": 0}, "ensemble": {"runs": 5, "combine": "mean", "seed": 0},
 }  # fmt: skip
 """Of the strategies that have some."""
+TITLES = {"onnx": "masked, as ONNX"}
+"""Of networks whose names say too little."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -87,7 +89,7 @@ def shrink(
         return
     dense = made["dense"]["macs"]
     rows = [
-        [name, f"{size['macs']:,}", f"{size['macs'] / dense:.1%}", f"{size['parameters']:,}"]
+        [TITLES.get(name, name), f"{size['macs']:,.0f}", f"{size['macs'] / dense:.1%}", f"{size['parameters']:,}"]
         for name, size in made.items()
         if name not in ("files", "tuned")
     ]

@@ -9,6 +9,8 @@ decisions, in exact integers. Three losses by name: "macs" (the default), "activ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from headgate.gates.draws import Draw
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, CostItem, Decisions
 
 LOSSES = ("macs", "activation", "per_gate")
+Rates: TypeAlias = float | Sequence[float] | Mapping[str, float] | Tensor | np.ndarray
+"""Target rates of gates: one for all, one a mask in order, or by the masks' names."""
 
 
 class Cost:
@@ -160,19 +164,26 @@ def per_gate_loss(draw: Draw, rates_G: Tensor) -> Tensor:
     return (over_processes(draw.gates_BG.mean(0)) - rates_G.to(draw.gates_BG)).square().sum()
 
 
-def target_rates(graph: ChannelGraph, rates: float | Sequence[float] | Mapping[str, float]) -> Tensor:
+def target_rates(graph: ChannelGraph, rates: Rates) -> Tensor:
     """A target rate for every gate: one for all, one a mask in order, or by the masks' names."""
+    if isinstance(rates, (Tensor, np.ndarray)):
+        rates = rates.tolist()
     if isinstance(rates, Mapping):
         missing = {mask.name for mask in graph.masks} ^ set(rates)
         if missing:
             raise HeadgateError(f"target rates and masks differ in {sorted(missing)[:5]}: give one rate for each mask")
-        each = [float(rates[mask.name]) for mask in graph.masks]
-    elif isinstance(rates, Sequence):
+        each = [_rate(rates[mask.name]) for mask in graph.masks]
+    elif isinstance(rates, Sequence) and not isinstance(rates, str):
         if len(rates) != len(graph.masks):
             raise HeadgateError(f"{len(rates)} target rates for {len(graph.masks)} masks: give one rate for each mask")
-        each = [float(rate) for rate in rates]
+        each = [_rate(rate) for rate in rates]
     else:
-        each = [float(rates)] * len(graph.masks)
-    if any(not 0 <= rate <= 1 for rate in each):
-        raise HeadgateError("a target rate is a share of images: between 0 and 1")
+        each = [_rate(rates)] * len(graph.masks)
     return torch.tensor(each).repeat_interleave(torch.tensor([mask.size for mask in graph.masks]))
+
+
+def _rate(given: Any) -> float:
+    rate = given.item() if isinstance(given, Tensor) and given.dim() == 0 else given
+    if not isinstance(rate, Real) or isinstance(rate, bool) or not 0 <= float(rate) <= 1:
+        raise HeadgateError(f"{given!r} is no target rate: it is a share of images, a number between 0 and 1")
+    return float(rate)

@@ -68,7 +68,7 @@ class Draw:
     def gates_BG(self) -> Tensor:
         """All gates; closed where the pass did not come by."""
         if self._joined is None:
-            images = max((len(part) for part in self.parts if part is not None), default=1)
+            images = _images_of([part for part in self.parts if part is not None])
             given = next(part for part in self.parts if part is not None)
             parts = [
                 given.new_zeros(images, size) if part is None else part.expand(images, -1)
@@ -94,6 +94,11 @@ class Draw:
         if self._all_alive is None:
             self._all_alive = tuple(bool(value) for value in self.alive_BN.all(0))
         return None if self._all_alive[number] else self.alive_BN[:, number : number + 1]
+
+
+def _images_of(parts: Sequence[Tensor]) -> int:
+    """How many images the gates are of; those with one row are the same for all, and there may be none."""
+    return next((len(part) for part in parts if len(part) != 1), 1)
 
 
 class Group:
@@ -203,8 +208,7 @@ class Channels(GateHook):
         if self.has_open:
             parts.append(parts[0].new_ones(len(parts[0]), 1))
         if len({len(part) for part in parts}) > 1:  # static and dynamic masks side by side
-            images = max(len(part) for part in parts)
-            parts = [part.expand(images, -1) for part in parts]
+            parts = [part.expand(_images_of(parts), -1) for part in parts]
         joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         return joined.index_select(1, self.index.to(joined.device))
 
@@ -240,7 +244,7 @@ def spread(mask_BC: Tensor, x: Tensor, axis: int | None, batch_axis: int = 0) ->
         axis %= x.dim()
         shape[axis] = mask_BC.shape[1]
         mask_BC = mask_BC if batch_axis < axis else mask_BC.t()
-    shape[batch_axis] = max(mask_BC.shape) if axis is None else mask_BC.shape[0 if batch_axis < axis else 1]
+    shape[batch_axis] = mask_BC.shape[0 if axis is None or batch_axis < axis else 1]
     return mask_BC.to(x.dtype).reshape(shape)
 
 

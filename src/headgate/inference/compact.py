@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,49 @@ PARTS = (4, 1)
 PARTS_GAIN = 0.97
 """A batch is computed in parts where that takes less than this share of the time at once."""
 QUICKER = "quicker than the kernel here"
+MADE_ANEW = "a compact network is made anew from the gated one"
 NO_KERNEL = "no compiled kernel here: in plain PyTorch"
+
+
+class Sizes:
+    """Which sizes of images a program is right for, which was recorded with one: those that would record the same."""
+
+    def __init__(self, net: nn.Module, example: Tensor) -> None:
+        self._net = net
+        """Without numbers."""
+        self._example = example
+        self._fits = {example.shape[1:]: True}
+        self._recorded: list[str] | None = None
+
+    def check(self, x: Tensor) -> None:
+        """Raises for images that the program would compute wrongly. A new size is recorded once: that takes seconds."""
+        if not isinstance(x, Tensor):
+            raise HeadgateError(f"a compact network takes a tensor of images, got {type(x).__name__}")
+        shape = x.shape[1:]
+        if shape not in self._fits:
+            self._fits[shape] = x.dim() == self._example.dim() and self._is_the_same(x)
+        if not self._fits[shape]:
+            raise HeadgateError(
+                f"this compact network was made for images of {tuple(self._example.shape[1:])} and would be wrong "
+                f"for {tuple(shape)}: gate() the model with an example of that size and call compact() again"
+            )
+
+    def _is_the_same(self, x: Tensor) -> bool:
+        try:
+            if self._recorded is None:
+                self._recorded = _written_down(_exported(self._net, self._example))
+            return self._recorded == _written_down(_exported(self._net, torch.empty_like(x[:1], device="meta")))
+        except HeadgateError:
+            return False
+
+
+def _written_down(program: fx.GraphModule) -> list[str]:
+    """Every operator with its arguments; guards aside, which only tell what the network was recorded with."""
+    return [
+        f"{node.name} = {node.target}{node.args}{node.kwargs}"
+        for node in program.graph.nodes
+        if "guards" not in str(node.target)
+    ]
 
 
 class CompactModel(nn.Module):
@@ -53,10 +96,11 @@ class CompactModel(nn.Module):
     not_traced_because = "a compact network computes other channels for every image: ask the gated model of it"
 
     def __init__(
-        self, program: fx.GraphModule, report: Report, tau: float, folded: bool, fate: NDArray[np.int8]
+        self, program: fx.GraphModule, report: Report, tau: float, folded: bool, fate: NDArray[np.int8], sizes: Sizes
     ) -> None:  # fmt: skip
         super().__init__()
         self._fate = fate
+        self._sizes = sizes
         self.folded = folded
         """Whether some gates that depend on the image are folded away: their say is that of the tau they had."""
         self.program = program
@@ -75,8 +119,8 @@ class CompactModel(nn.Module):
 
     @tau.setter
     def tau(self, tau: float) -> None:
-        if not 0 <= tau <= 1:
-            raise HeadgateError(f"tau={tau}: a gate is open where its probability is above tau, so tau lies in 0..1")
+        if isinstance(tau, bool) or not isinstance(tau, Real) or not 0 <= tau <= 1:
+            raise HeadgateError(f"tau={tau!r}: a gate is open where its probability is above tau, so tau lies in 0..1")
         if self.folded and tau != self._tau:
             raise HeadgateError(f"gates were folded away at tau={self._tau:g}: compact(fold=False) keeps tau movable")
         self._tau = tau
@@ -162,21 +206,44 @@ class CompactModel(nn.Module):
 
         sites = [module for module in self._quick.modules() if isinstance(module, GateSite)]
         hooks = [site.register_forward_hook(note) for site in sites]
+        parts, self.at_once = self.at_once, None
         try:
-            with torch.no_grad():
-                return self._quick(images), gates_BG
+            return self(images), gates_BG
         finally:
+            self.at_once = parts
             for hook in hooks:
                 hook.remove()
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, images: Tensor) -> Any:
         """What the gated network returns in eval mode."""
         with torch.no_grad():
             if torch.compiler.is_compiling():
-                return self.program(*args)
-            if self.at_once is None or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dim() == 0:
-                return self._quick(*args)
-            return self._in_parts(args[0], self.at_once)
+                return self.program(images)
+            self._sizes.check(images)
+            return self._quick(images) if self.at_once is None else self._in_parts(images, self.at_once)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> CompactModel:
+        for tensor in [*self.parameters(), *self.buffers()]:
+            made = fn(tensor)
+            if made.dtype != tensor.dtype or made.device != tensor.device:
+                raise HeadgateError(
+                    "a compact network stays on its device and in its precision: change those of the gated model, and "
+                    "call compact() again"
+                )
+        return self
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises: what it computes with is prepared, and would not follow."""
+        raise HeadgateError(f"{MADE_ANEW}: load its weights into that, and call compact() again")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise HeadgateError(f"{MADE_ANEW}: save that with headgate.save, and call compact() after headgate.load")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompactModel:
+        made = memo[id(self)] = CompactModel.__new__(CompactModel)
+        with _without_torchs_own_warnings():
+            made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(self).items()}
+        return made
 
     def train(self, mode: bool = True) -> CompactModel:
         """It stays in eval mode: it can't be trained."""
@@ -273,9 +340,9 @@ def _prepared(program: fx.GraphModule) -> fx.GraphModule:
 
 def compact(
     model: nn.Module, graph: ChannelGraph, dynamic: DynamicGates, decided: Decisions, tau: float, example: Tensor,
-    fold: bool = True,
+    fold: bool = True, always_on: bool = False,
 ) -> CompactModel:  # fmt: skip
-    """The conditional network in its fast form. `decided` are the gates that are parameters."""
+    """The conditional network in its fast form. `decided` are the gates that are parameters; `always_on` opens all."""
     for site in dynamic.sites:
         if site.folded:
             raise HeadgateError(
@@ -283,14 +350,38 @@ def compact(
                 "decided: compact() takes images one by one; use the gated model itself"
             )
     fate = gates_over_all_images(dynamic, graph, decided, tau, fold)
+    if always_on:
+        fate[:] = ALWAYS
     looking = [mask for site in dynamic.sites for mask in site.masks]
     folded = any((fate[graph.masks[mask].gates] != DEPENDS).any() for mask in looking)
-    left = left_after_folding(graph, fate)
+    left = left_after_folding(graph, fate, dynamic)
     net = build(model, make_plan(graph, left, dead_branches(graph, left))).eval()
     program = _exported(net, example)
     lowering = Lowering(program, graph, left, fate, dynamic)
     lowering.carry_out()
-    return CompactModel(program, Report(tuple(dict.fromkeys(lowering.fast)), lowering.dense), tau, folded, fate)
+    _delete_unused(program)
+    sizes = Sizes(_on_meta(net), example[:1].to("meta"))
+    return CompactModel(program, Report(tuple(dict.fromkeys(lowering.fast)), lowering.dense), tau, folded, fate, sizes)
+
+
+def _delete_unused(program: fx.GraphModule) -> None:
+    """Take away parameters and buffers that no operator reads any more."""
+    read = {str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
+    called = tuple(f"{node.target}." for node in program.graph.nodes if node.op == "call_module")
+    for name, _ in [*program.named_parameters(), *program.named_buffers()]:
+        if name not in read and not name.startswith(called):
+            owner, _, own = name.rpartition(".")
+            delattr(program.get_submodule(owner), own)
+
+
+def _on_meta(net: nn.Module) -> nn.Module:
+    """The network without its numbers."""
+    return copy.deepcopy(net, {id(tensor): _like_on_meta(tensor) for tensor in [*net.parameters(), *net.buffers()]})
+
+
+def _like_on_meta(tensor: Tensor) -> Tensor:
+    made = tensor.detach().to("meta")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _exported(net: nn.Module, example: Tensor) -> fx.GraphModule:

@@ -159,7 +159,10 @@ def evaluate(
 def sweep_milliseconds(
     net: GatedModel | ExitModel, split: Split, taus: Sequence[float] = TAUS, rounds: int = SWEEP_ROUNDS
 ) -> dict[float, Timing]:
-    """What an image takes at each tau, one at a time: the mean over some images, interleaved over taus."""
+    """What an image takes at each tau, one at a time: the mean over some images, interleaved over taus.
+
+    The network is that whose accuracy and MACs `sweep_tau` gives: every gate is open where p > tau, static ones too.
+    """
     images = timed_images(split, TIMED_IMAGES).split(1)
     before = list(net.taus) if isinstance(net, ExitModel) else []
     try:
@@ -180,9 +183,10 @@ def timed_images(split: Split, count: int) -> Tensor:
 def _at_taus(
     net: GatedModel | ExitModel, images: Sequence[Tensor], taus: Sequence[float]
 ) -> dict[str, Callable[[], None]]:
-    """For each tau a pass over images, one by one, with the network that it makes."""
-    if isinstance(net, GatedModel) and net.dynamic is None:
-        return {f"{tau:g}": _over(_small_at(net, tau), images) for tau in taus}
+    """For each tau a pass over images, one by one, with the network that it makes: one of its own where some gates are
+    static, else one whose tau is moved."""
+    if isinstance(net, GatedModel) and net.gates.logits.numel():
+        return {f"{tau:g}": _over(_small_at(net, tau, images[0]), images) for tau in taus}
     fast = net.compact(images[0], fold=False) if isinstance(net, GatedModel) else net
     run = _over(fast, images)
     moved = {tau: fast.taus_at(tau) for tau in taus} if isinstance(fast, ExitModel) else {}
@@ -200,10 +204,11 @@ def _at_taus(
     return {f"{tau:g}": at(tau) for tau in taus}
 
 
-def _small_at(gated: GatedModel, tau: float) -> nn.Module:
-    """The shrunk network that a threshold makes; the dense one where it closes nothing."""
+def _small_at(gated: GatedModel, tau: float, image: Tensor) -> nn.Module:
+    """The shrunk network that a threshold makes (the dense one where it closes nothing), or the compact one."""
     try:
-        return gated.strategy("threshold", tau=tau).shrink()
+        gated.strategy("threshold", tau=tau)
+        return gated.shrink() if gated.dynamic is None else gated.compact(image)
     except NotDecided:
         return gated.strategy("always_on").shrink()
     finally:
@@ -224,7 +229,7 @@ def shrink(
     before tuning.
 
     A conditional network has no smaller form that is a file of its own: it can be written as ONNX, which computes
-    everything and masks.
+    everything and masks. So it has two costs: as `conditional` what its images need, and as `onnx` what the file does.
     """
     for path in (out, onnx):
         if path is not None and not path.resolve().parent.is_dir():
@@ -274,9 +279,29 @@ def _write_conditional(
             f"masked network as ONNX, or use headgate.load({str(folder / NETWORKS['conditional'])!r}, model).compact()"
         )
     gated = _gated(folder, start)
-    export_onnx(gated.compact().in_plain_operators(), start.example, onnx)
-    size = _size(network(folder, "dense", start), start.example)
-    return {"files": [str(onnx)], "dense": size, "conditional": {**size, "parameters": _count(gated)}}
+    masked = gated.compact().in_plain_operators()
+    export_onnx(masked, start.example, onnx)
+    return {
+        "files": [str(onnx)],
+        "dense": _size(network(folder, "dense", start), start.example),
+        "conditional": {"macs": _conditional_macs(folder, gated, start), "parameters": _count(gated)},
+        "onnx": {"macs": _macs_of_program(masked, start.example), "parameters": _count(gated)},
+    }
+
+
+def _conditional_macs(folder: Path, gated: GatedModel, start: Start) -> float:
+    """The mean over the images that the run is judged by, from its result where there is one."""
+    if is_done(folder):
+        return float(result_in(folder)["macs"][_last_gated(folder)])
+    team = Team()
+    return measured(gated.to(team.device), data_of(start.recipe).test, team, start.example)[1]
+
+
+def _macs_of_program(program: nn.Module, example: Tensor) -> int:
+    """Of a network that was taken apart into operators: everything it computes, gate networks too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch, about its own code
+        return count_macs(program, example)
 
 
 def _size(net: nn.Module, example: Tensor) -> dict[str, int]:

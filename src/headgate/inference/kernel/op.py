@@ -50,6 +50,7 @@ def masked_conv2d(
 def _output_shape(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
+    _check_steps("masked_conv2d", {"stride": stride, "dilation": dilation}, padding)
     sizes = [
         (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
         for size, pad, gap, kernel, step in zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
@@ -57,20 +58,38 @@ def _output_shape(
     return [x.shape[0], weight.shape[0], *sizes]
 
 
-def _check(x: Tensor, weight: Tensor, masks: dict[str, tuple[Tensor | None, int]], shape: list[int]) -> None:
+def _check_steps(name: str, steps: dict[str, Sequence[int]], padding: Sequence[int]) -> None:
+    for step, pair in steps.items():
+        if len(pair) != 2 or min(pair) < 1:
+            raise HeadgateError(f"{name}: {step}={list(pair)}, which must be two numbers of at least 1")
+    if len(padding) != 2 or min(padding) < 0:
+        raise HeadgateError(f"{name}: padding={list(padding)}, which must be two numbers of at least 0")
+
+
+def _checked_shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
+    pairs: tuple[Sequence[int], ...],
+) -> list[int]:  # fmt: skip
+    """The output's, if everything fits."""
     if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1]:
         raise HeadgateError(
             f"masked_conv2d takes images (B, C, H, W) and weights (K, C, h, w), got {tuple(x.shape)} and "
             f"{tuple(weight.shape)}"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise HeadgateError(
+            f"masked_conv2d: the bias is {tuple(bias.shape)}, which does not fit {weight.shape[0]} output channels"
+        )
+    shape = _output_shape(x, weight, *pairs)
     if min(shape[2:]) < 1:
         raise HeadgateError(f"masked_conv2d: images of {tuple(x.shape[2:])} are smaller than the kernel")
-    for name, (mask, channels) in masks.items():
+    for name, mask, channels in (("in_mask", in_mask, x.shape[1]), ("out_mask", out_mask, weight.shape[0])):
         if mask is not None and (mask.dim() != 2 or mask.shape[1] != channels or mask.shape[0] not in (1, x.shape[0])):
             raise HeadgateError(
                 f"masked_conv2d: {name} is {tuple(mask.shape)}, which does not fit {x.shape[0]} images of "
                 f"{channels} channels"
             )
+    return shape
 
 
 @library.impl(_ops, "masked_conv2d", "CPU")
@@ -78,8 +97,7 @@ def _on_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
     residual: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], relu: bool,
 ) -> Tensor:  # fmt: skip
-    shape = _output_shape(x, weight, stride, padding, dilation)
-    _check(x, weight, {"in_mask": (in_mask, x.shape[1]), "out_mask": (out_mask, weight.shape[0])}, shape)
+    shape = _checked_shape(x, weight, bias, in_mask, out_mask, (stride, padding, dilation))
     if residual is not None and list(residual.shape) != shape:
         raise HeadgateError(f"masked_conv2d: the residual is {tuple(residual.shape)}, the output {tuple(shape)}")
     pairs = (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1])
@@ -102,8 +120,7 @@ def _adding_on_cpu(
     if not (_native(x, weight, residual) and residual.is_contiguous() and residual.numel()):
         residual.copy_(_on_cpu(x, weight, bias, in_mask, out_mask, residual, stride, padding, dilation, relu))
         return
-    shape = _output_shape(x, weight, stride, padding, dilation)
-    _check(x, weight, {"in_mask": (in_mask, x.shape[1]), "out_mask": (out_mask, weight.shape[0])}, shape)
+    shape = _checked_shape(x, weight, bias, in_mask, out_mask, (stride, padding, dilation))
     if list(residual.shape) != shape:
         raise HeadgateError(f"masked_conv2d_add_: the residual is {tuple(residual.shape)}, the output {tuple(shape)}")
     pairs = (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1])
@@ -145,10 +162,15 @@ def _pool_on_cpu(x: Tensor, kernel: list[int], stride: list[int], padding: list[
 
 
 def _pooled_shape(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> list[int]:
+    _check_steps("max_pool2d", {"kernel": kernel, "stride": stride}, padding)
+    if any(2 * pad > k for pad, k in zip(padding, kernel, strict=True)):
+        raise HeadgateError(f"max_pool2d: padding={list(padding)} is more than half of kernel={list(kernel)}")
     sizes = [
         (size + 2 * pad - k) // step + 1
         for size, pad, k, step in zip(x.shape[2:], padding, kernel, stride, strict=True)
     ]
+    if min(sizes) < 1:
+        raise HeadgateError(f"max_pool2d: images of {tuple(x.shape[2:])} are smaller than the kernel {tuple(kernel)}")
     return [x.shape[0], x.shape[1], *sizes]
 
 

@@ -45,7 +45,6 @@ class Conv(nn.Module):
         self.dense = False
         """Whether everything is computed and then masked, because that is quicker."""
         self._shapes: dict[torch.Size, tuple[list[int], Any, int]] = {}
-        self._pointers = self.weight.data_ptr(), native.at(self.bias)
         self._call: Any = native.compiled()
 
     def __deepcopy__(self, memo: Any) -> Conv:
@@ -76,10 +75,12 @@ class Conv(nn.Module):
         if known is None:
             known = self._shapes[x.shape] = self._numbers(x)
         shape, _, numbers = known
+        if residual is not None and list(residual.shape) != shape:
+            raise HeadgateError(f"`{self.layer}` gives {shape}, but is added to {list(residual.shape)}")
         y = residual if self.in_place else torch.empty(shape)
         assert y is not None
         failed = self._call.headgate_conv2d(
-            x.data_ptr(), *self._pointers, native.at(residual), y.data_ptr(),
+            x.data_ptr(), self.weight.data_ptr(), native.at(self.bias), native.at(residual), y.data_ptr(),
             native.at(in_mask), native.step(in_mask),
             native.at(out_mask), native.step(out_mask),
             numbers, self.relu, self.rectified, torch.get_num_threads(), -1,
@@ -93,6 +94,8 @@ class Conv(nn.Module):
         if x.dim() != 4 or x.shape[1] != self.weight.shape[1]:
             raise HeadgateError(f"`{self.layer}` takes images of {self.weight.shape[1]} channels, got {tuple(x.shape)}")
         shape = _output_shape(x, self.weight, stride, padding, dilation)
+        if min(shape[2:]) < 1:
+            raise HeadgateError(f"`{self.layer}`: {tuple(x.shape[2:])} places are fewer than its kernel takes")
         kept = (ctypes.c_int64 * 15)(*x.shape, *shape[1:], *self.weight.shape[2:], *stride, *padding, *dilation)
         return shape, kept, ctypes.addressof(kept)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headgate.gates.cost import dead_branches
 from headgate.gates.dynamic import DynamicGates, GateNetwork
 from headgate.gates.gumbel import threshold_logit
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Decisions
@@ -40,12 +41,21 @@ def gates_over_all_images(
     return fate
 
 
-def left_after_folding(graph: ChannelGraph, fate: NDArray[np.int8]) -> Decisions:
+def left_after_folding(graph: ChannelGraph, fate: NDArray[np.int8], dynamic: DynamicGates) -> Decisions:
     """What is not folded away: inner channels go where they are closed for good. Readers and writers of an indexed
-    stream stay as wide as it, since the kernel reads and writes in place and a narrower layer would have to copy."""
+    stream stay as wide as it, since the kernel reads and writes in place and a narrower layer would have to copy. A
+    branch that is closed for good stays where its first layer shows the tensor that decides gates elsewhere."""
     indexed = np.zeros(graph.gate_count, bool)
     for writer in graph.writers:
         indexed[writer.gates[writer.gates != ALWAYS_OPEN]] = True
     for mask in graph.masks:
         indexed[mask.gates] |= mask.kind != "channels"
-    return (fate != NEVER) | indexed
+    left = (fate != NEVER) | indexed
+    dead = set(dead_branches(graph, left))
+    branches_around = {item.name: item.branches for item in graph.costs}
+    for site in dynamic.sites:
+        if any((fate[graph.masks[number].gates] == DEPENDS).any() for number in site.masks):
+            for branch in dead & set(branches_around.get(site.layer, ())):
+                for number in graph.branches[branch].masks:
+                    left[graph.masks[number].gates] = True
+    return left

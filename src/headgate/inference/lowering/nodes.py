@@ -52,12 +52,26 @@ def aliases(node: fx.Node) -> list[fx.Node]:
 
 
 def is_rectified(node: fx.Node) -> bool:
-    """Whether a node's values are known not to be negative."""
-    if node.meta.get("headgate_rectified") or node.target is aten.relu.default:
+    """Whether a node's values are known not to be negative. What is noted down counts: its memory may hold something
+    else by now than what the node itself made."""
+    if "headgate_rectified" in node.meta:
+        return bool(node.meta["headgate_rectified"])
+    if node.target is aten.relu.default:
         return True
     if node.target is torch.ops.headgate.max_pool2d.default:
         return isinstance(node.args[0], fx.Node) and is_rectified(node.args[0])
     return node.target is torch.ops.headgate.masked_conv2d.default and bool(node.args[9])
+
+
+def averages_over_images(node: fx.Node) -> bool:
+    """Whether what follows a node, up to the next layer, normalizes by the statistics of the batch."""
+    found = list(node.users)
+    for each in found:
+        if "batch_norm" in str(each.target) and "no_training" not in str(each.target):
+            return True
+        if not is_layer_call(each):
+            found += [user for user in each.users if user not in found]
+    return False
 
 
 def pair(size: Any) -> list[int]:
@@ -84,6 +98,20 @@ def same_shape(first: fx.Node, second: fx.Node) -> bool:
         and len(a.shape) == len(b.shape)
         and all(str(x) == str(y) for x, y in zip(a.shape, b.shape, strict=True))
     )
+
+
+def padding_in_numbers(node: fx.Node) -> bool:
+    """Write "same" or "valid" padding of a convolution in numbers; False where its two sides differ."""
+    given: list[Any] = [*node.args, *[None, [1], "valid", [1], 1][len(node.args) - 2 :]]
+    x, weight, bias, stride, padding, dilation, groups = given
+    sides = weight.meta["val"].shape[2:]
+    steps, gaps = ([size[0]] * len(sides) if len(size) == 1 else list(size) for size in (stride, dilation))
+    needed = [0 if padding == "valid" else gap * (side - 1) for gap, side in zip(gaps, sides, strict=True)]
+    if any(each % 2 for each in needed):
+        return False
+    node.target = aten.conv2d.default
+    node.args = (x, weight, bias, steps, [each // 2 for each in needed], gaps, groups)
+    return True
 
 
 def conv_arguments(node: fx.Node) -> tuple[Any, Any, Any, Any, Any, Any, int]:

@@ -25,6 +25,7 @@ from headgate.inference.lowering.masks import GateSite, alive, closed_where_dead
 from headgate.inference.lowering.nodes import (
     FRESH,
     aliases,
+    averages_over_images,
     conv_arguments,
     dims,
     is_layer_call,
@@ -32,6 +33,7 @@ from headgate.inference.lowering.nodes import (
     is_view,
     modules_around,
     only_user,
+    padding_in_numbers,
     pair,
     same_shape,
 )  # fmt: skip
@@ -78,6 +80,8 @@ class Lowering:
         for node in list(self.ops.nodes):
             if node.op == "call_module" and "guards" in str(node.target):
                 self.ops.erase_node(node)
+            if node.target is aten.conv2d.padding:
+                padding_in_numbers(node)
         self._place_gates()
         readers = {reader.layer: reader for reader in self.graph.readers}
         places = {writer.layer for writer in self.graph.writers}
@@ -246,6 +250,8 @@ class Lowering:
         shape = node.meta["val"].shape
         if len(shape) != 4:
             return "no batch of images"
+        if averages_over_images(node):
+            return "its BatchNorm averages over the batch"
         out_gates = self._left(item.writes)
         if out_gates is not None and len(out_gates) != weight_t.shape[0]:
             return "its output channels are folded"
@@ -266,7 +272,7 @@ class Lowering:
         add = only_user(last)
         if add is not None and add.target is aten.add.Tensor and len(add.args) == 2 and not add.kwargs:
             other = add.args[1] if add.args[0] is last else add.args[0]
-            if isinstance(other, fx.Node) and same_shape(other, last):
+            if isinstance(other, fx.Node) and other is not last and same_shape(other, last):
                 residual, last = other, add
         act = only_user(last)
         if act is not None and act.target is aten.relu.default:
@@ -334,6 +340,7 @@ class Lowering:
         """Where nobody reads the residual any more, the sum takes its place: closed channels then cost nothing."""
         order = {node: place for place, node in enumerate(self.ops.nodes)}
         for node in list(self.ops.nodes):
+            node.meta["headgate_rectified"] = is_rectified(node)
             if node.target is not torch.ops.headgate.masked_conv2d.default or node.args[5] is None:
                 continue
             residual, relu = node.args[5], node.args[9]
@@ -350,8 +357,7 @@ class Lowering:
                 )
             added.meta.update(node.meta)
             order[added] = order[node]
-            if relu:
-                residual.meta["headgate_rectified"] = True
+            residual.meta["headgate_rectified"] = bool(relu)
             node.replace_all_uses_with(residual)
             self.ops.erase_node(node)
 
