@@ -28,6 +28,9 @@ def test_a_trained_network_is_what_its_record_says(name: str) -> None:
         assert small.dense_macs == dense_macs
         assert record["macs"] / dense_macs == pytest.approx(record["macs_fraction"]) == pytest.approx(target, abs=0.03)
         assert [row["name"] for row in record["exits"]["rows"]] == list(small.names)
+    elif isinstance(small, headgate.GatedModel):
+        assert small.dense_macs == dense_macs and small.dynamic is not None
+        assert record["macs_fraction"] == pytest.approx(target, abs=0.005)
     else:
         macs = headgate.count_macs(small, named.example_input)
         assert macs == record["macs"] and macs / dense_macs == pytest.approx(record["macs_fraction"])
