@@ -35,22 +35,27 @@ Row = dict[str, Any]
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    cases = CASES[1:2] if options.quick else CASES
+    cases = CASES[1:2] if options.quick else [case for case in CASES if not options.only or case[0] in options.only]
+    if not cases:
+        raise SystemExit(
+            f"--only {', '.join(options.only)}: choose from {', '.join(sorted({case[0] for case in CASES}))}"
+        )
     steps = 10 if options.quick else options.steps
     rows = []
     for model, granularity, stream in cases:
         for control in ("control", "paper"):
             rows.append(_row(model, granularity, stream, control, steps, options))
             Console(highlight=False).print(rows[-1])
+            write_record(options.out, question=QUESTION, results=rows, threads=options.threads, seeds=[options.seed])
     columns = list(rows[0])
     show(QUESTION, columns, [[row[column] for column in columns] for row in rows])
-    write_record(options.out, question=QUESTION, results=rows, threads=options.threads, seeds=[options.seed])
 
 
 def _options() -> Namespace:
     made = parser(QUESTION, "many_gates")
     made.add_argument("--steps", type=int, default=150)
     made.add_argument("--batch", type=int, default=16)
+    made.add_argument("--only", action="append", default=[], help="a model of the table; may be given several times")
     return made.parse_args()
 
 
