@@ -45,7 +45,7 @@ from headgate.inference.calibrate import (
     reestimate_batchnorm,
     rounded,
 )  # fmt: skip
-from headgate.inference.compact import CompactModel, compact, decided_otherwise
+from headgate.inference.compact import CompactModel, check_images, compact, decided_otherwise
 from headgate.inference.polarise import decide_for_good_
 from headgate.inference.shrink import TOLERANCE, check_same, difference, random_like, shrink
 from headgate.inference.squeeze import Squeezed, move_state_, squeeze, write_back_
@@ -70,15 +70,6 @@ _SPENT = (
     "DataLoader rather than an iterator"
 )
 _NO_PASS = "gates depend on the input, and there was no forward pass for {} to tell of: call the model first"
-
-
-def _check_like(images: Any, example: Tensor) -> None:
-    """Whether images can be what a network with this example is timed on."""
-    if not isinstance(images, Tensor) or images.dim() != example.dim() or images.shape[1] != example.shape[1]:
-        what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise HeadgateError(f"compact(images): a tensor like {('images', *example.shape[1:])} is needed, got {what}")
-    if not len(images):
-        raise HeadgateError("compact(images): there is no image to time the layers on")
 
 
 @dataclass(frozen=True)
@@ -747,7 +738,7 @@ class GatedModel(Passing):
             )
         example = self._one_image_tensor()
         if images is not None:
-            _check_like(images, example)
+            check_images(images, example)
         always_on = self._strategy.name == "always_on"
         tau = 0.0 if always_on else self._threshold
         fast = compact(self.model, self.graph, self.dynamic, self._decide(), tau, example, fold, always_on)

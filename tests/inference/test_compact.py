@@ -38,13 +38,13 @@ def opinionated(make, inputs, **options) -> headgate.GatedModel:  # type: ignore
     return opinionated_(headgate.gate(randomize_(make()), inputs, kind="dynamic", target=0.9, **options)).eval()
 
 
-def compare(gated: headgate.GatedModel, fast: nn.Module, shape: tuple[int, ...], images: int, seed: int) -> None:
+def assert_same(gated: headgate.GatedModel, fast: nn.Module, shape: tuple[int, ...], images: int, seed: int) -> None:
     x = randn(images, *shape, seed=seed)
     expected = gated(x)
     looked = [number for group in gated._groups for number in group.masks]
     p = torch.cat([gated._last.probabilities[number].reshape(-1) for number in looked])
     if 0 < fast.tau < 1 and bool(((p.logit() - torch.tensor(fast.tau).logit()).abs() < 1e-3).any()):
-        return compare(gated, fast, shape, images, seed + 100)  # a gate on the edge: rounding decides
+        return assert_same(gated, fast, shape, images, seed + 100)  # a gate on the edge: rounding decides
     assert difference(expected, fast(x)) < CLOSE
 
 
@@ -63,10 +63,10 @@ def test_it_answers_as_the_gated_network_does(name: str, monkeypatch: pytest.Mon
         return
     assert name not in NOT_EXPORTED
     for images, seed in ((1, 5), (4, 6)):
-        compare(gated, fast, case.inputs[0], images, seed)
+        assert_same(gated, fast, case.inputs[0], images, seed)
     for tau in (0.0, 0.7, 0.9999):  # all open, fewer, all closed that may close
         fast.tau = tau
-        compare(gated.strategy("threshold", tau=tau), fast, case.inputs[0], 3, 7)
+        assert_same(gated.strategy("threshold", tau=tau), fast, case.inputs[0], 3, 7)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_every_form_of_gates(options: dict[str, object]) -> None:
         gated.set_gate_probabilities({mask.name: torch.rand(mask.size) for mask in names})
     fast = gated.compact()
     for images in (1, 5):
-        compare(gated, fast, (3, 32, 32), images, images)
+        assert_same(gated, fast, (3, 32, 32), images, images)
     assert set(fast.report.dense) <= {"linear"}
     assert len(fast.report.fast) >= 18
 
@@ -142,7 +142,7 @@ def test_gates_that_never_change_are_folded_away() -> None:
         assert (fate[even] == np.where(open_gates[even], ALWAYS, NEVER)).all()
     fast = gated.compact()
     for images in (1, 4):
-        compare(gated, fast, (3, 32, 32), images, images)
+        assert_same(gated, fast, (3, 32, 32), images, images)
     widths = [
         buffer.shape[0]
         for name, buffer in fast.program.named_buffers()
@@ -162,7 +162,7 @@ def test_tau_moves_only_what_was_not_folded() -> None:
     gated.gates.set_probabilities(torch.ones(gated._fixed.count))
     fast = gated.compact(fold=False)
     fast.tau = 0.99
-    compare(gated.strategy("threshold", tau=0.99), fast, (3, 8, 8), 3, 1)
+    assert_same(gated.strategy("threshold", tau=0.99), fast, (3, 8, 8), 3, 1)
 
 
 def test_a_network_whose_gates_are_all_sure_has_no_gate_networks() -> None:
@@ -174,7 +174,7 @@ def test_a_network_whose_gates_are_all_sure_has_no_gate_networks() -> None:
     fast = gated.compact()
     assert not any(isinstance(module, GateSite) for module in fast.modules())
     for images in (1, 3):
-        compare(gated, fast, (3, 8, 8), images, images)
+        assert_same(gated, fast, (3, 8, 8), images, images)
 
 
 def test_a_gate_is_only_sure_where_no_image_could_change_it() -> None:
@@ -199,7 +199,7 @@ def test_layers_that_are_quicker_densely_are_computed_so(monkeypatch: pytest.Mon
     assert len(fast.report.dense) == 18 and not fast.report.fast
     assert set(fast.report.dense.values()) == {"quicker than the kernel here"}
     for images in (1, 3):
-        compare(gated, fast, (3, 32, 32), images, images)
+        assert_same(gated, fast, (3, 32, 32), images, images)
 
 
 @pytest.mark.parametrize("quickest", [7, 4, 1])
@@ -314,7 +314,7 @@ def test_the_plain_form_answers_the_same_in_onnx_too(tmp_path: Path) -> None:
     sure_(gated, open_gates)
     fast = gated.compact()
     twin = fast.in_plain_operators()
-    compare(gated, fast, (3, 32, 32), 3, 2)
+    assert_same(gated, fast, (3, 32, 32), 3, 2)
     x = randn(3, 3, 32, 32, seed=2)
     assert difference(fast(x), twin(x)) < CLOSE
     names = {str(node.target) for node in twin.graph.nodes}
@@ -489,14 +489,14 @@ SIZE = randn(2, 3, 8, 8)
 
 def test_images_of_another_size_are_computed_right_or_refused() -> None:
     free = opinionated(lambda: Stem(Residual()), SIZE)
-    compare(free, free.compact(), (3, 11, 9), 3, 0)
+    assert_same(free, free.compact(), (3, 11, 9), 3, 0)
     places = opinionated(lambda: Stem(Residual(), lambda x: x.sum((2, 3)) / (x.shape[2] * x.shape[3])), SIZE)
     for gated, size in ((places, 16), (opinionated(lambda: Stem(Halving()), SIZE), 9)):
         fast = gated.compact()
         for _ in range(2):
             with pytest.raises(HeadgateError, match=rf"made for images of \(3, 8, 8\).*\(3, {size}, {size}\)"):
                 fast(randn(1, 3, size, size))
-        compare(gated, fast, (3, 8, 8), 3, 0)
+        assert_same(gated, fast, (3, 8, 8), 3, 0)
 
 
 def test_a_residual_of_another_shape_is_never_written_to() -> None:
@@ -520,7 +520,7 @@ def test_what_is_added_without_relu_is_rectified_by_the_next_block_that_has_one(
     gated.model.body[0].c2.bias.data.fill_(-1)
     fast = gated.compact()
     for seed in range(4):
-        compare(gated, fast, (3, 8, 8), 5, seed)
+        assert_same(gated, fast, (3, 8, 8), 5, seed)
 
 
 @pytest.mark.parametrize("closed", ["all", "first"])
@@ -538,7 +538,7 @@ def test_branches_that_are_closed_for_good(closed: str, options: dict[str, objec
             network.head.bias.fill_(-9.0)
     fast = gated.compact()
     for images in (1, 4):
-        compare(gated, fast, (3, 6, 6), images, images)
+        assert_same(gated, fast, (3, 6, 6), images, images)
 
 
 def test_a_sum_of_a_layer_with_itself() -> None:
@@ -552,7 +552,7 @@ def test_a_sum_of_a_layer_with_itself() -> None:
             return F.relu(y + y + x)
 
     gated = opinionated(lambda: Stem(nn.Sequential(Twice(), Twice())), SIZE)
-    compare(gated, gated.compact(), (3, 8, 8), 4, 0)
+    assert_same(gated, gated.compact(), (3, 8, 8), 4, 0)
 
 
 def test_statistics_of_the_batch_are_of_all_images() -> None:
@@ -562,7 +562,7 @@ def test_statistics_of_the_batch_are_of_all_images() -> None:
     gated = opinionated(make, SIZE)
     fast = gated.compact()
     assert "its BatchNorm averages over the batch" in fast.report.dense.values()
-    compare(gated, fast, (3, 8, 8), 4, 0)
+    assert_same(gated, fast, (3, 8, 8), 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ def test_padding_in_words_is_computed_by_the_kernel(padding: str, options: dict[
     gated = opinionated(lambda: Stem(nn.Sequential(layer(), nn.ReLU(), layer(), nn.ReLU())), SIZE)
     fast = gated.compact()
     assert not any("no kernel" in reason for layer, reason in fast.report.dense.items() if layer != "fc")
-    compare(gated, fast, (3, 8, 8), 3, 0)
+    assert_same(gated, fast, (3, 8, 8), 3, 0)
 
 
 def test_all_gates_open_whatever_they_would_say() -> None:
@@ -626,4 +626,4 @@ def test_models_and_images_that_compact_can_not_take_are_told() -> None:
     fast = gated.compact()
     with pytest.raises(HeadgateError, match="tensor of images, got list"):
         fast([randn(1, 3, 6, 6)])
-    compare(gated, fast, (3, 6, 6), 3, 0)
+    assert_same(gated, fast, (3, 6, 6), 3, 0)

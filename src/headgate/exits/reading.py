@@ -49,8 +49,7 @@ class Reader:
             self._scale, self._shift = _affine(head.norm)
             self._convs = _folded(head.body) if isinstance(head, ConvHead) else []
             self._fc = head.fc.weight.detach(), head.fc.bias.detach()
-            scale, shift = _affine(gate.norm)
-            self._trunk = gate.trunk.weight * scale[:, None], shift
+            self._trunk = gate.folded_trunk()
             self._leave = gate.head.weight.detach(), gate.head.bias.detach()
 
     @staticmethod
@@ -83,7 +82,7 @@ class Reader:
         return scores_BK, F.linear(hidden.relu_(), *self._leave)[:, 0]
 
 
-def _affine(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+def _affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     """BatchNorm in eval mode: times the first, plus the second."""
     assert norm.running_mean is not None and norm.running_var is not None
     scale = norm.weight / (norm.running_var + norm.eps).sqrt()

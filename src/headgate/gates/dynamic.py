@@ -51,6 +51,13 @@ class GateNetwork(nn.Module):
             logits: Tensor = scale_gradient(self.head(hidden_BH), gradient_scale)
             return logits
 
+    def folded_trunk(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the trunk in eval mode, with the BatchNorm behind it."""
+        norm = self.norm
+        assert norm.running_mean is not None and norm.running_var is not None
+        scale = norm.weight.detach() * (norm.running_var + norm.eps).rsqrt()
+        return self.trunk.weight.detach() * scale[:, None], norm.bias.detach() - norm.running_mean * scale
+
     @property
     def macs(self) -> int:
         """Multiply-adds an image."""

@@ -34,6 +34,12 @@ class Site:
     """Whether the batch there holds more rows than images: frames, windows, pairs."""
 
 
+def gates_at(site: Site, graph: ChannelGraph) -> NDArray[np.int64]:
+    """The numbers of the gates that a site decides, in the order of its masks."""
+    masks = [graph.masks[number] for number in site.masks]
+    return np.concatenate([np.arange(mask.gates.start, mask.gates.stop) for mask in masks])
+
+
 def find_sites(graph: ChannelGraph, static: Sequence[str] = ()) -> tuple[Site, ...]:
     """The sites in the order of the forward pass; masks whose layers all lie under a name in `static` are left out."""
     search = _Search(graph)

@@ -130,7 +130,7 @@ class CompactModel(nn.Module):
 
     def in_plain_operators(self) -> nn.Module:
         """The same network in PyTorch's own operators, which computes everything and masks: for export to ONNX."""
-        with _without_torchs_own_warnings():
+        with without_torchs_own_warnings():
             graph = copy.deepcopy(self.program.graph)
             twin = fx.GraphModule(copy.deepcopy(self.program), graph)
         order = {node: place for place, node in enumerate(graph.nodes)}
@@ -241,7 +241,7 @@ class CompactModel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompactModel:
         made = memo[id(self)] = CompactModel.__new__(CompactModel)
-        with _without_torchs_own_warnings():
+        with without_torchs_own_warnings():
             made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(self).items()}
         return made
 
@@ -252,6 +252,15 @@ class CompactModel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"tau={self.tau:g}, {len(self.report.fast)} layers by the kernel, {len(self.report.dense)} dense"
+
+
+def check_images(images: Any, example: Tensor) -> None:
+    """Raises unless the layers of a network with this example can be timed on these images."""
+    if not isinstance(images, Tensor) or images.dim() != example.dim() or images.shape[1] != example.shape[1]:
+        what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise HeadgateError(f"compact(images): a tensor like {('images', *example.shape[1:])} is needed, got {what}")
+    if not len(images):
+        raise HeadgateError("compact(images): there is no image to time the layers on")
 
 
 def decided_otherwise(given_BN: Tensor, above_BN: Tensor, sure_BN: Tensor, sizes: list[int]) -> bool:
@@ -302,7 +311,7 @@ def _seconds(call: Callable[..., Any], given: tuple[Any, ...]) -> float:
 
 
 @contextmanager
-def _without_torchs_own_warnings() -> Iterator[None]:
+def without_torchs_own_warnings() -> Iterator[None]:
     """Copying a graph makes torch warn about its own code."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
@@ -311,7 +320,7 @@ def _without_torchs_own_warnings() -> Iterator[None]:
 
 def _prepared(program: fx.GraphModule) -> fx.GraphModule:
     """The same program, sharing its tensors, with calls of the kernel that have everything prepared."""
-    with _without_torchs_own_warnings():
+    with without_torchs_own_warnings():
         graph = copy.deepcopy(program.graph)
     quick = fx.GraphModule(program, graph)
     for node in list(graph.nodes):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headgate.gates.dynamic import DynamicGates, GateNetwork
 from headgate.graph.grouping import ChannelGraph
+from headgate.graph.sites import gates_at
 
 SURE = 30.0
 """A logit whose probability is 0 or 1 in float32."""
@@ -25,9 +26,7 @@ def decide_for_good_(
     count = 0
     for site, network in zip(dynamic.sites, dynamic.networks, strict=True):
         assert isinstance(network, GateNetwork)
-        numbers = np.concatenate(
-            [np.arange(graph.masks[mask].first, graph.masks[mask].gates.stop) for mask in site.masks]
-        )
+        numbers = gates_at(site, graph)
         for told_G, logit in ((always_G, SURE), (never_G, -SURE)):
             rows = torch.from_numpy(told_G[numbers]).to(network.head.weight.device)
             network.head.weight[rows] = 0.0

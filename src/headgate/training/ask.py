@@ -31,6 +31,7 @@ from headgate.errors import FileError, HeadgateError, NotDecided
 from headgate.exits.cascade import ExitModel
 from headgate.gated import GatedModel
 from headgate.graph.macs import count_macs
+from headgate.inference.compact import without_torchs_own_warnings
 from headgate.inference.export import export_onnx
 from headgate.inference.shrink import with_folded_batchnorm
 from headgate.storage import load, save
@@ -299,8 +300,7 @@ def _conditional_macs(folder: Path, gated: GatedModel, start: Start) -> float:
 
 def _macs_of_program(program: nn.Module, example: Tensor) -> int:
     """Of a network that was taken apart into operators: everything it computes, gate networks too."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch, about its own code
+    with without_torchs_own_warnings():
         return count_macs(program, example)
 
 

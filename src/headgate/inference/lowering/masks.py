@@ -19,7 +19,7 @@ from headgate.gates.draws import spread
 from headgate.gates.dynamic import GateNetwork, pooled
 from headgate.gates.gumbel import LOWEST_LOGIT
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Decisions
-from headgate.graph.sites import Site
+from headgate.graph.sites import Site, gates_at
 from headgate.inference.kernel import native, op, plain
 from headgate.inference.lowering.fate import ALWAYS, NEVER
 
@@ -32,23 +32,20 @@ class GateSite(nn.Module):
     ) -> None:
         super().__init__()
         masks = [graph.masks[number] for number in site.masks]
-        numbers = np.concatenate([np.arange(mask.first, mask.gates.stop) for mask in masks])
+        numbers = gates_at(site, graph)
         kept = left[numbers]
         self.numbers = numbers[kept]
         """Of its gates, among all gates of the network."""
-        norm = network.norm
-        assert norm.running_mean is not None and norm.running_var is not None
-        scale = norm.weight.detach() * (norm.running_var + norm.eps).rsqrt()
         weight, bias = network.head.weight.detach().clone(), network.head.bias.detach().clone()
         for value, told in ((LOWEST_LOGIT * 2, NEVER), (math.inf, ALWAYS)):  # closed for good at tau = 0, too
             rows = torch.from_numpy(fate[numbers] == told)
             weight[rows], bias[rows] = 0.0, value
         index = torch.from_numpy(np.flatnonzero(kept))
-        inputs = network.trunk.weight.detach() * scale[:, None]
+        inputs, bias_of_trunk = network.folded_trunk()
         if site.reads is not None:  # channels that are gone were zero
             inputs = inputs[:, torch.from_numpy((site.reads == ALWAYS_OPEN) | left[site.reads])]
         self.register_buffer("trunk_weight", inputs.contiguous())
-        self.register_buffer("trunk_bias", norm.bias.detach() - norm.running_mean * scale)
+        self.register_buffer("trunk_bias", bias_of_trunk)
         self.register_buffer("head_weight", weight[index].contiguous())
         self.register_buffer("head_bias", bias[index].contiguous())
         self.site = site

@@ -100,18 +100,16 @@ def same_shape(first: fx.Node, second: fx.Node) -> bool:
     )
 
 
-def padding_in_numbers(node: fx.Node) -> bool:
-    """Write "same" or "valid" padding of a convolution in numbers; False where its two sides differ."""
+def padding_in_numbers_(node: fx.Node) -> None:
+    """Write "same" or "valid" padding of a convolution in numbers, unless its two sides differ."""
     given: list[Any] = [*node.args, *[None, [1], "valid", [1], 1][len(node.args) - 2 :]]
     x, weight, bias, stride, padding, dilation, groups = given
     sides = weight.meta["val"].shape[2:]
     steps, gaps = ([size[0]] * len(sides) if len(size) == 1 else list(size) for size in (stride, dilation))
     needed = [0 if padding == "valid" else gap * (side - 1) for gap, side in zip(gaps, sides, strict=True)]
-    if any(each % 2 for each in needed):
-        return False
-    node.target = aten.conv2d.default
-    node.args = (x, weight, bias, steps, [each // 2 for each in needed], gaps, groups)
-    return True
+    if not any(each % 2 for each in needed):
+        node.target = aten.conv2d.default
+        node.args = (x, weight, bias, steps, [each // 2 for each in needed], gaps, groups)
 
 
 def conv_arguments(node: fx.Node) -> tuple[Any, Any, Any, Any, Any, Any, int]:

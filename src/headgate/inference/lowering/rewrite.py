@@ -33,7 +33,7 @@ from headgate.inference.lowering.nodes import (
     is_view,
     modules_around,
     only_user,
-    padding_in_numbers,
+    padding_in_numbers_,
     pair,
     same_shape,
 )  # fmt: skip
@@ -81,7 +81,7 @@ class Lowering:
             if node.op == "call_module" and "guards" in str(node.target):
                 self.ops.erase_node(node)
             if node.target is aten.conv2d.padding:
-                padding_in_numbers(node)
+                padding_in_numbers_(node)
         self._place_gates()
         readers = {reader.layer: reader for reader in self.graph.readers}
         places = {writer.layer for writer in self.graph.writers}
