@@ -12,6 +12,7 @@ CORE = ["errors", "graph", "gates", "inference", "gated", "gating", "exits", "st
 BELOW = {layer: set(CORE[:height]) for height, layer in enumerate(CORE)}
 BELOW |= {"models": {"errors", "graph"}, "data": {"errors"}, "analysis": {"errors"}}  # siblings, blind to each other
 BELOW["training"] |= {"models", "data", "analysis"}
+BELOW["memory"] = set()
 BELOW["trained"] = set(BELOW) - {"training"}
 BELOW["__init__"] = set(BELOW)
 BELOW["demo"] = set(BELOW)

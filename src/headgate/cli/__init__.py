@@ -17,6 +17,7 @@ from headgate.cli.inspect import inspect
 from headgate.cli.report import report
 from headgate.cli.runs import bench, evaluate, shrink
 from headgate.cli.train import average, data, recipes, train, zoo
+from headgate.memory import keep_memory
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,6 +40,7 @@ def main(
     ] = False,
 ) -> None:
     """Learn which channels of a network are worth computing, and do not compute the others."""
+    keep_memory()
 
 
 @app.command()
