@@ -23,8 +23,9 @@ from headgate.analysis.records import write_record
 from headgate.data.batches import Part
 from headgate.errors import TargetError
 from headgate.exits.cascade import ExitModel
+from headgate.memory import keep_memory
 from headgate.training import ask
-from headgate.training.loop import EVAL_BATCH, calibration_batches
+from headgate.training.loop import EVAL_BATCH, plain_batches
 from headgate.training.run import RESULT
 
 QUESTION = "Who leaves early, how right are they, and does time fall as the MACs do?"
@@ -35,6 +36,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     options = _options()
+    keep_memory()
     start, data = ask.open_run(options.run, options.data_dir)
     exits = ask.movable(options.run, start)
     assert isinstance(exits, ExitModel), "the run has no exits"
@@ -46,7 +48,7 @@ def main() -> None:
         f"exits of {options.run.name}", ["exit", "leave", "right, of all", "right, of these", "MACs"],
         [[row.name, row.share, row.accuracy_of_all, row.accuracy_of_selected, row.macs] for row in table.rows],
     )  # fmt: skip
-    seen = exits.watch(calibration_batches(data.train, start.recipe), start.recipe.calibration_batches)
+    seen = exits.watch(plain_batches(data.train, start.recipe))
     budgets = []
     for target in TARGETS:
         try:

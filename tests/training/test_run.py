@@ -17,8 +17,9 @@ from headgate.training import checkpoint as checkpoints
 from headgate.training import loop
 from headgate.training.journal import read_log
 from headgate.training.loop import Interrupted
-from headgate.training.prepare import _teacher_named
+from headgate.training.prepare import _teacher_named, data_of
 from headgate.training.recipe import RECIPES
+from headgate.training.run import recipe_in
 from headgate.training.start import Options, go, only_user
 from tests.training.runs import RECIPE, TINY, options_of, run, same_weights, start_process
 from tests.training.tiny import make
@@ -467,6 +468,17 @@ def test_a_run_with_exits_ends_with_its_table(cascade: Path) -> None:
     assert result["accuracy"]["cascade"] > 0.3
     net = headgate.load(cascade / "cascade.safetensors", make())
     assert isinstance(net, headgate.ExitModel)
+
+
+def test_thresholds_of_exits_are_set_on_images_as_they_are(cascade: Path) -> None:
+    recipe = recipe_in(cascade)
+    batches = loop.plain_batches(data_of(recipe).train, recipe)
+    net = headgate.load(cascade / "cascade.safetensors", make())
+    assert isinstance(net, headgate.ExitModel)
+    assert net.table(batches).macs_fraction <= net.target
+    again = list(net.taus)
+    assert net.calibrate(batches).taus == pytest.approx(again, abs=1e-6)
+    assert len(batches) >= recipe.calibration_batches * recipe.batch_size // 2
 
 
 def test_an_interrupted_run_with_exits_ends_with_the_same_bits(

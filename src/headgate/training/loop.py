@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from headgate.data.batches import Split
+from headgate.data.batches import Part, Split
 from headgate.errors import HeadgateError, NonFiniteLoss
 from headgate.exits.cascade import ExitModel
 from headgate.gated import GatedModel
@@ -323,3 +323,10 @@ def calibration_batches(split: Split, recipe: Recipe) -> Iterator[Any]:
     epochs = -(-wanted // split.steps(recipe.batch_size))
     for epoch in range(max(1, epochs)):
         yield from split.train_batches(recipe.batch_size, seed=_number(recipe.seed, "tune", 10**6), epoch=epoch)
+
+
+def plain_batches(split: Split, recipe: Recipe) -> Part:
+    """As many training images as calibration takes, as they are: what thresholds are set on. Augmented ones are harder
+    than those that will come, so fewer of them would leave early, and the thresholds would spend less than was asked.
+    """
+    return Part(split, recipe.calibration_batches * recipe.batch_size, EVAL_BATCH)

@@ -43,6 +43,7 @@ from headgate.training.loop import (
     begin,
     calibration_batches,
     measure,
+    plain_batches,
     run_phase,
 )  # fmt: skip
 from headgate.training.prepare import Start, data_of, gated_of, start_of, teacher_of
@@ -205,7 +206,7 @@ class Run:
 
     def _set_exits(self, exits: ExitModel, data: DataSet) -> None:
         """The thresholds at which the training images cost the target."""
-        watched = exits.watch(calibration_batches(data.train, self.recipe), self.recipe.calibration_batches)
+        watched = exits.watch(plain_batches(data.train, self.recipe))
         table = exits.calibrate_on(watched).table_of(watched)
         self._count_time("decide")
         values = {"target": exits.target, "cost_sampled": exits.budget.last_cost, "cost_decided": table.macs_fraction}
