@@ -113,3 +113,13 @@ def test_what_is_made_for_every_image_but_not_of_it_counts_once(
     model: nn.Module, shape: tuple[int, ...], macs: int
 ) -> None:  # fmt: skip
     assert headgate.count_macs(model, torch.zeros(2, *shape)) == macs
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_gated_network_tells_its_own_macs(kind: str) -> None:
+    case = NETWORKS["residual projection"]
+    gated = headgate.gate(case.make(), example(case), kind=kind)
+    with pytest.raises(headgate.ModelError, match=r"GatedModel can't be counted, .*ask gated.macs\(\)"):
+        headgate.count_macs(gated, example(case))
+    with pytest.raises(headgate.ModelError, match=r"GatedModel can't be counted"):
+        headgate.count_macs(nn.Sequential(gated), example(case))

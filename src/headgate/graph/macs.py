@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from headgate.errors import ModelError
 from headgate.graph.analyse import check_model
 from headgate.graph.layer_rules import trace_model
 from headgate.graph.propagate import follow
@@ -23,6 +24,9 @@ def macs_by_layer(model: nn.Module, example_input: Any) -> dict[str, int]:
 def traced_macs(model: nn.Module, example_input: Any) -> tuple[Trace, dict[str, int]]:
     """The forward pass they were counted in, too."""
     check_model(model)
+    for module in model.modules():
+        if reason := getattr(type(module), "not_counted_because", None):
+            raise ModelError(f"the multiply-adds of a {type(module).__name__} can't be counted, {reason}")
     recorded = trace_model(model, example_input)
     book = follow(recorded, dict(model.named_modules()))
     macs: dict[str, int] = {}
