@@ -3,7 +3,8 @@
 Every method starts from the same weights and gets the same number of epochs, the same images in the same order for a
 seed, the same augmentation, batch size and optimizer; the accuracy counts after the last epoch, not after the best one.
 A method and a seed make a cell with a folder of its own: a finished one is kept, an interrupted one goes on where it
-was, whatever stopped it. The table is made of all cells that are finished. What the methods are is `pruners.py`'s and
+was, whatever stopped it. The table is made of all cells that are finished, and of those of an earlier record
+(`--kept`), which may be of another machine. What the methods are is `pruners.py`'s and
 `headgate.training`'s; a name with `+distill` learns from the dense network as well. Random numbers, images and the loop
 are the package's own.
 """
@@ -31,7 +32,7 @@ from torch import nn
 
 from headgate import count_macs
 from headgate.analysis.measure import torch_threads
-from headgate.analysis.records import PACKAGES, cpu_model, versions_of, write_record, write_text
+from headgate.analysis.records import PACKAGES, cpu_model, read_record, versions_of, write_record, write_text
 from headgate.data.batches import NORMALIZATIONS, CropAndFlip, DataSet, InMemory
 from headgate.errors import FileError, HeadgateError
 from headgate.inference.files import read, write
@@ -101,6 +102,7 @@ def _options() -> Namespace:
     made.add_argument("--checkpoint-seconds", type=float, default=60.0)
     made.add_argument("--out", type=Path, help="folder of the cells; runs/cifar10_peers if not given")
     made.add_argument("--record", type=Path, help=f"the record to write; {RECORD.name} if not given and no trial")
+    made.add_argument("--kept", type=Path, help="a record of earlier cells, for the table: those not in the folder")
     made.add_argument("--table-only", action="store_true", help="carry out nothing, show what is finished")
     made.add_argument("--quick", action="store_true", help="two epochs of a few steps: does it run?")
     return _completed(made, made.parse_args())
@@ -465,12 +467,32 @@ def _rows(options: Namespace) -> list[Row]:
         if (folder / RESULT).is_file():
             cell = _read_cell(folder)
             cells.setdefault(cell["settings"]["method"], []).append(cell)
+    for cell in _kept(options.kept, options.epochs) if options.kept else ():
+        there = cells.setdefault(cell["settings"]["method"], [])
+        if cell["seed"] not in [other["seed"] for other in there]:
+            there.append(cell)
+    for each in cells.values():
+        each.sort(key=lambda cell: cell["seed"])
     order = [DENSE, *(method + more for method in METHODS for more in ("", DISTILLED))]
     rows = [_row(method, cells[method]) for method in order if method in cells]
     shared = [{name: row["settings"]["recipe"][name] for name in ("weights", "target", "validation")} for row in rows]
     if any(each != shared[0] for each in shared):
         raise HeadgateError(f"{options.out} mixes weights, targets or images: give each a folder of its own")
     return rows
+
+
+def _kept(path: Path, epochs: int) -> Iterator[Row]:
+    """The cells of a record, as if they were read from their folders; each says which commit it is from."""
+    record = read_record(path)
+    origin = {"commit": record.commit.sha, "date": record.date, "cpu": record.cpu}
+    for row in record.results["rows"]:
+        recipe = record.results["start_recipe"] | row["settings"]["recipe"]
+        if row["method"] != DENSE and row["epochs"] != epochs:
+            continue
+        for cell in row["cells"]:
+            whole = Recipe.from_json(recipe | {"seed": cell["seed"]}).to_json()
+            del whole["data_dir"]
+            yield {"kept": origin, **cell, "settings": {**row["settings"], "recipe": whole}}
 
 
 def _official(rows: Sequence[Row]) -> bool:

@@ -89,9 +89,7 @@ class GatedModel(Passing):
     """
 
     of_a_pass = ("_last", "_macs")
-    not_counted_because = (
-        "its gates decide them: ask gated.macs() after a pass, or count what shrink() gives"
-    )
+    not_counted_because = "its gates decide them: ask gated.macs() after a pass, or count what shrink() gives"
     not_gated_because = "it has gates already: gate the model that was gated, `gated.model`, or its shrunk form"
 
     def __init__(

@@ -38,3 +38,20 @@ def test_a_recipe_with_other_epochs_is_refused(peers) -> None:  # type: ignore[n
     options.set = ["headgate.tune_epochs=20"]
     with pytest.raises(ValueError, match="21 epochs, but all methods take 10"):
         peers.recipe_for("headgate", 0, options)
+
+
+def test_cells_of_an_earlier_record_count_where_the_folder_has_none(peers, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    options = peers._options()
+    options.out, options.kept = tmp_path, peers.RECORD
+    rows = {row["method"]: row for row in peers._rows(options)}
+    recorded = {row["method"]: row for row in peers.read_record(peers.RECORD).results["rows"]}
+    assert rows.keys() == recorded.keys()
+    for method, row in rows.items():
+        assert (
+            row["accuracy"] == pytest.approx(recorded[method]["accuracy"])
+            and row["epochs"] == recorded[method]["epochs"]
+        )
+        assert all(cell["kept"]["commit"] for cell in row["cells"])
+        assert peers._changed(row["settings"]) == recorded[method]["settings"]
+    options.epochs = 30
+    assert [row["method"] for row in peers._rows(options)] == ["dense"], "cells of other epochs make another table"

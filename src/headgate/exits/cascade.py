@@ -49,9 +49,7 @@ class ExitModel(Passing):
     gives class scores."""
 
     of_a_pass = ("_pass", "_logits", "_reach_BK")
-    not_counted_because = (
-        "they depend on who leaves: ask exits.macs() after a pass, or exits.table(loader)"
-    )
+    not_counted_because = "they depend on who leaves: ask exits.macs() after a pass, or exits.table(loader)"
     not_gated_because = "it has exits: put gates on the model's channels first, then add_exits to the gated model"
 
     def __init__(
