@@ -191,7 +191,10 @@ def _without_machine(argument: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, or leave the old one: a crash never leaves half of it."""
+    """Write a file, or leave the old one: a crash never leaves half of it. A device such as /dev/null stays one."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
