@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -443,6 +444,41 @@ class Around(nn.Module):
         return self.head((self.second(self.first(x)) + x).mean((2, 3)))
 
 
+def scores(net: Any, x: Tensor) -> Tensor:
+    return net.c(net.b(net.a(x))).mean((2, 3))
+
+
+def with_old_size(net: Any, x: Tensor) -> Tensor:
+    return scores(net, x).view(x.size(0), -1)
+
+
+def with_the_batchs_mean(net: Any, x: Tensor) -> Tensor:
+    y = net.a(x)
+    return net.c(net.b(y) - net.b(y).mean(0)).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    "forward, says",
+    [(with_old_size, "with fewer images behind it: .*flatten"), (with_the_batchs_mean, "changes others' answers")],
+)
+def test_forward_code_that_remembers_its_batch_is_told_before_training(forward: Any, says: str) -> None:
+    net = Net(forward, a=conv(3, 8), b=conv(8, 8), c=conv(8, 5))
+    with pytest.raises(ModelError, match=says):
+        headgate.add_exits(net, randn(1, *SHAPE), ["a"], target=0.9)
+
+
+def test_exits_at_one_place_are_told() -> None:
+    with pytest.raises(ModelError, match="end at the same place: name one of them"):
+        headgate.add_exits(CifarResNet(1), randn(1, *SHAPE), ["layer1", "layer1.0"], target=0.9)
+
+
+def test_an_empty_batch_is_answered() -> None:
+    exits = cascade().eval()
+    assert exits(torch.zeros(0, *SHAPE)).shape == (0, 5)
+    with pytest.raises(NotDecided, match="not known"):
+        exits.macs()
+
+
 def test_what_can_not_be_an_exit_is_told() -> None:
     example = randn(1, *SHAPE)
     with pytest.raises(ModelError, match="reads what was computed before"):
@@ -471,6 +507,8 @@ def test_what_can_not_be_an_exit_is_told() -> None:
         drawn.model.strategy(strategy)
         with pytest.raises(NotDecided, match="draws them anew"):
             drawn(example)
+        with pytest.raises(NotDecided, match="draws them anew"):
+            drawn.calibrate(data())
     exits = cascade().eval()
     for ask in (exits.macs, exits.cost_loss, lambda: exits.classifier_loss(torch.zeros(1))):
         with pytest.raises(NotDecided):

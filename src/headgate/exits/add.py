@@ -23,6 +23,7 @@ from headgate.gates.gumbel import Backward, Relaxation
 from headgate.graph.analyse import check_module_names
 from headgate.graph.macs import traced_macs
 from headgate.graph.trace import ModuleSpan, stripped_copy, tensors_in
+from headgate.inference.shrink import TOLERANCE, difference, random_like
 
 LEAVES_AT_FIRST = 0.1
 """P(leave) of every gate before training."""
@@ -78,6 +79,7 @@ def add_exits(
         segments, share, budget, classifier_weight, example_input, _masks(copied, spans),
     )  # fmt: skip
     _check_least(made)
+    _rehearse(made)
     made.relaxation = relaxation
     made.train_model = train_model
     if not train_model:
@@ -108,6 +110,29 @@ def _check_least(exits: ExitModel) -> None:
             f"target {exits.target:.3g} can't be reached: up to `{exits.names[0]}`, with its classifier and gate, "
             f"{least / exits.dense_macs:.3f} of the MACs are needed. Choose a higher one, or an earlier first exit"
         )
+
+
+def _rehearse(exits: ExitModel) -> None:
+    """Let one of three images leave at every exit: code that remembers its batch shows only then."""
+    gated = exits.model if isinstance(exits.model, GatedModel) else None
+    if gated is not None and gated.sampled:
+        return  # nobody leaves under gates that are drawn
+    device = next(exits.parameters()).device
+    images = random_like(torch.zeros(3, *exits.example_shape[1:], dtype=exits.example_dtype)).to(device)
+    with torch.no_grad():
+        whole = tensors_in(exits.eval().model(images))[0]
+    remedy = "the forward code may remember how many images there were: write x.flatten(1) instead of x.view(n, -1)"
+    for number, name in enumerate(exits.names[:-1]):
+        try:
+            rest = exits.rehearse(number, images)
+        except HeadgateError:
+            raise
+        except Exception as error:
+            raise ModelError(f"`{name}` can't be an exit, with fewer images behind it: {error}. {remedy}") from error
+        decided = gated is None or gated.dynamic is None  # gates that look at images may round another way
+        tolerance = TOLERANCE.get(whole.dtype, TOLERANCE[torch.float32])
+        if rest.shape != whole[1:].shape or (decided and not difference(whole[1:], rest) <= tolerance):
+            raise ModelError(f"`{name}` can't be an exit: an image that leaves changes others' answers. {remedy}")
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -25,7 +25,7 @@ from headgate.exits.reading import Reader, read
 from headgate.exits.smaller import smaller_exits
 from headgate.exits.table import ExitRow, ExitTable, Watched
 from headgate.exits.thresholds import NOBODY, everybody_at, shifted, thresholds
-from headgate.exits.under_way import Arrival, Everyone, Leaving, Watching
+from headgate.exits.under_way import Arrival, Everyone, Leaving, Rehearsing, Watching
 from headgate.gated import GatedModel, TauPoint
 from headgate.gates.budget import Budget, parse_target
 from headgate.gates.cost import over_processes
@@ -147,6 +147,12 @@ class ExitModel(Passing):
         self._check_passed(len(watching.answers))
         return [*watching.answers, last], watching.wishes
 
+    @torch.no_grad()
+    def rehearse(self, number: int, images: Tensor) -> Tensor:
+        """What the last exit answers to the other images where the first one leaves at exit `number`; in eval mode."""
+        with self._passing(Rehearsing(self, len(images), number)):
+            return tensors_in(self.model(images))[0]
+
     def _check_passed(self, exits: int) -> None:
         if isinstance(self.model, GatedModel) and self.model._squeezed is not None:
             raise HeadgateError("squeeze_() has put a network without exits in place: exits.model.unsqueeze_() first")
@@ -161,12 +167,15 @@ class ExitModel(Passing):
         self._reach_BK, leave_BK = _ways(leaves_BK)
         return (torch.stack(self._logits, 2) * leave_BK[:, None]).sum(2)
 
-    def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _check_decided(self) -> None:
         if isinstance(self.model, GatedModel) and self.model.sampled:
             raise NotDecided(
                 "images leave under channels that are decided, but the strategy of the gated model draws them anew: "
                 "use exits.model.strategy('threshold'), or 'calibrated'"
             )
+
+    def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        self._check_decided()
         images = len((tensors_in(args) or tensors_in(kwargs))[0])
         leaving = Leaving(self, images)
         self._reach_BK = None
@@ -185,6 +194,8 @@ class ExitModel(Passing):
     def _macs_of_counts(self, entered: Sequence[int], images: int) -> float | None:
         if isinstance(self.model, GatedModel) and self.model.dynamic is not None:
             return None  # images that left are not in the counts of those that stayed
+        if images == 0:
+            return None
         segments = self._segment_shares()[0].tolist()
         own = [
             self._own_macs(number) / self.dense_macs if tau < NOBODY else 0.0 for number, tau in enumerate(self.taus)
@@ -312,6 +323,7 @@ class ExitModel(Passing):
     @torch.no_grad()
     def watch(self, loader: Iterable[Any], batches: int | None = None) -> Watched:
         """A loader's (images, labels) on their way through all exits; nobody leaves."""
+        self._check_decided()
         device = next(self.parameters()).device
         training = self.training
         self.eval()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,6 +30,9 @@ def find_cuts(recorded: Trace, at: Sequence[str]) -> list[ModuleSpan]:
     spans = sorted((_span(recorded, name) for name in at), key=lambda span: span.last)
     for span in spans:
         _check_cut(recorded, span)
+    for span, following in pairwise(spans):
+        if span.outputs[0].index == following.outputs[0].index:
+            raise ModelError(f"`{span.name}` and `{following.name}` end at the same place: name one of them")
     return spans
 
 

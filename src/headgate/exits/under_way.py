@@ -55,7 +55,10 @@ class Leaving:
             self.entered.append(len(self.inside))
             return None
         answers, wishes = self.exits.read(number, x)
-        leaves = torch.sigmoid(wishes) > self.exits.taus[number]
+        return self._go_on(x, answers, torch.sigmoid(wishes) > self.exits.taus[number])
+
+    def _go_on(self, x: Tensor, answers: Tensor, leaves: Tensor) -> Tensor | None:
+        """What the others see next; None where nobody leaves."""
         left = int(leaves.sum())
         self.entered.append(len(self.inside) - left)
         if left == 0:
@@ -90,6 +93,21 @@ class Leaving:
             for parts in (before.parts, before.probabilities)
         )
         gated._board.draw = gated._last = after
+
+
+class Rehearsing(Leaving):
+    """A pass in which the first image leaves at one exit, whatever its gate says, and no other does anywhere."""
+
+    def __init__(self, exits: ExitModel, images: int, at: int) -> None:
+        super().__init__(exits, images)
+        self.at = at
+
+    def arrive(self, number: int, x: Tensor) -> Tensor | None:
+        if number != self.at:
+            self.entered.append(len(self.inside))
+            return None
+        first = torch.arange(len(x), device=x.device) == 0
+        return self._go_on(x, self.exits.read(number, x)[0], first)
 
 
 class Arrival(GateHook):
