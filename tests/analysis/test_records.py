@@ -125,6 +125,15 @@ def test_the_command_names_no_folder_of_this_machine(tmp_path: Path, monkeypatch
     assert records.this_command() == "headgate bench 'a b'"
 
 
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    records.write_text(tmp_path / "record", "old")
+    records.write_text(tmp_path / "record", "new")
+    assert (tmp_path / "record").read_text() == "new" and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "device").symlink_to("/dev/null")
+    records.write_text(tmp_path / "device", "gone")
+    assert (tmp_path / "device").is_symlink() and (tmp_path / "device").is_char_device()
+
+
 def test_records_know_nothing_of_torch() -> None:
     source = Path(records.__file__).read_text()
     assert "import torch" not in source and "from torch" not in source

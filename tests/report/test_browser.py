@@ -204,6 +204,8 @@ def test_nor_do_they_in_large_networks_beside_published_points(
     names = ["features.denseblock1", "features.denseblock2", "features.denseblock3", "features.denseblock4", "last"]
     shares = [[0.2] * 10] * 5
     other |= {"exits_by_class": other["exits_by_class"] | {"exits": names, "shares": shares}}
+    leaving = [other["exits"]["rows"][0] | {"name": name} for name in names]
+    other |= {"exits": other["exits"] | {"rows": leaving}}
     file = tmp_path / "deep.html"
     file.write_text(page_of([deep | {"result": result, "sweep": sweep}, other]), encoding="utf-8")
     page, said = opened(browser, file)

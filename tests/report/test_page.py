@@ -251,7 +251,7 @@ def test_the_command_repeats_the_run(
     studies: Studies, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Recipe] = []
-    monkeypatch.setattr(start, "dry_run", lambda folder, recipe, places: asked.append(recipe))
+    monkeypatch.setattr(start, "dry_run", lambda folder, recipe, places, quiet: asked.append(recipe))
     for name, found in studies.items():
         words = shlex.split(found["command"])
         assert words[:2] == ["headgate", "train"]
@@ -312,6 +312,23 @@ def test_how_sure_exits_are_is_drawn_exit_by_exit(studies: Studies) -> None:
     unused = studies["early"] | {"leaving": found | {"used": [False, True], "taus": [1.0, 0.5]}}
     (drawn,) = [svg(each, "x") for each in pictures_of(unused) if each.name == "polarisation"]
     assert "layer1 (out of use)" in drawn and ">layer2<" in drawn and "P(leave)" in drawn and "p(open)" not in drawn
+
+
+def test_how_many_gates_of_exits_are_polarised_is_said(studies: Studies) -> None:
+    counts = [[4, *[0] * 18, 1], [1, 2, *[1] * 17, 3]]
+    found = studies["early"] | {"leaving": studies["early"]["leaving"] | {"counts": counts}}
+    (drawn,) = [each for each in pictures_of(found) if each.name == "polarisation"]
+    assert f"{9 / 28:.0%} are polarised" in drawn.caption
+    assert [axes.get_ylabel() for axes in drawn.figure.axes][:3] == ["P(leave)", "polarised", "share of images"]
+
+
+def test_names_that_begin_with_an_underscore_are_shown(studies: Studies) -> None:
+    early = studies["early"]
+    names = {"name": "_half", "leaving": early["leaving"] | {"exits": ["_blocks.1", "_blocks.$2$"]}}
+    drawn = [svg(each, "x") for each in pictures_of(early | names)] + [svg(trade_off([early | names]), "y")]
+    assert any("_blocks.1" in each and "_blocks.$2$" in each for each in drawn) and any(
+        "_half" in each for each in drawn
+    )
 
 
 def test_the_heatmap_counts_its_gates(studies: Studies) -> None:

@@ -37,7 +37,7 @@ STYLE = {
     "font.size": 9.0, "axes.titlesize": 9.0, "axes.labelsize": 9.0, "legend.fontsize": 8.0,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": QUIET, "xtick.color": INK, "ytick.color": INK,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.labelcolor": INK,
-    "svg.fonttype": "none", "svg.hashsalt": "headgate", "lines.linewidth": 1.6,
+    "svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": "headgate", "lines.linewidth": 1.6,
 }  # fmt: skip
 NAMED_LAYERS = 24
 """More layers than that, and only where a stage begins is named."""
@@ -48,6 +48,8 @@ NEAR, AWAY = 3.0, (4.0, 11.0, 18.0, 27.0)
 the others."""
 LETTER_POINTS, LINE_POINTS = 5.0, 9.0
 """Of the labels."""
+POINTS_ACROSS = 300.0
+"""Of a figure's axes."""
 ROOM = 68
 """Letters of a legend that fit side by side."""
 LETTER, LINE = 0.022, 12
@@ -190,18 +192,28 @@ def polarisation(study: Study) -> Picture | None:
         upper.set_ylabel("share of gates")
         upper.yaxis.set_major_formatter(_percent)
     if shares:
-        axes[1].plot(*_columns(shares), color=SERIES[0], marker="o", markersize=3)
-        axes[1].set_ylim(0, 1.05)
-        axes[1].yaxis.set_major_formatter(_percent)
-        axes[1].set_ylabel("polarised")
-        axes[1].set_xlabel("epochs")
-        axes[1].xaxis.get_major_locator().set_params(integer=True)
+        _polarised_over_epochs(axes[1], shares)
     return Picture(
         "polarisation",
         "How sure the gates are: polarised means p below 5 % or above 95 %.",
         figure,
         ("log", "histogram"),
     )
+
+
+def _polarised_over_epochs(axes: Any, shares: Sequence[tuple[float, float]]) -> None:
+    axes.plot(*_columns(shares), color=SERIES[0], marker="o", markersize=3)
+    axes.set_ylim(0, 1.05)
+    axes.yaxis.set_major_formatter(_percent)
+    axes.set_ylabel("polarised")
+    axes.set_xlabel("epochs")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _polarised_share(counts: Sequence[int]) -> float:
+    """Of a histogram of p, what is below 5 % or above 95 %."""
+    ends = max(1, round(0.05 * len(counts)))
+    return (sum(counts[:ends]) + sum(counts[-ends:])) / max(sum(counts), 1)
 
 
 def _heat_of_epochs(figure: Any, axes: Any, history: Sequence[Mapping[str, Any]], what: str, share: str) -> None:
@@ -220,16 +232,19 @@ def _leaving(study: Study) -> Picture:
     """The same of exits: P(leave) over the epochs, and at the end exit by exit, with its threshold."""
     history, found = study["log"]["histograms"], study["leaving"]
     both = len(history) > 1
-    figure, axes = _new(4.4 if both else 2.6, 2 if both else 1)
-    lower = axes[1] if both else axes
+    figure, axes = _new(6.0 if both else 2.6, 3 if both else 1)
+    lower = axes[2] if both else axes
     if both:
         _heat_of_epochs(figure, axes[0], history, "P(leave)", "share, all exits")
+        shares = [(float(epoch), _polarised_share(line["histogram"])) for epoch, line in enumerate(history, 1)]
+        _polarised_over_epochs(axes[1], shares)
     rows = zip(found["exits"], found["taus"], found["used"], found["counts"], strict=True)
     for number, (name, tau, used, counts) in enumerate(rows):
         color, dashes = SERIES[number % len(SERIES)], ("-", "--", "-.", ":")[number % 4]
         edges = np.linspace(0, 1, len(counts) + 1)
         shares = np.asarray(counts) / max(sum(counts), 1)
-        lower.stairs(shares, edges, color=color, linestyle=dashes, linewidth=1.6, label=name + ("" if used else OUT))
+        label = _named(name) + ("" if used else OUT)
+        lower.stairs(shares, edges, color=color, linestyle=dashes, linewidth=1.6, label=label)
         if used and 0 <= tau <= 1:
             lower.plot([tau, tau], [0, 1], color=color, linestyle=dashes, linewidth=0.8)
     lower.set_ylim(0, 1.02)
@@ -238,9 +253,11 @@ def _leaving(study: Study) -> Picture:
     lower.yaxis.set_major_formatter(_percent)
     _legend(figure, lower)
     over_epochs = "above, on the last training images of each epoch; below, " if both else ""
+    polarised = _polarised_share([sum(column) for column in zip(*found["counts"], strict=True)])
     caption = (
         f"How sure the exits' gates are: {over_epochs}at the end, on {sum(found['counts'][0]):,} images wherever they "
-        "leave. Upright lines: the thresholds, above which images leave."
+        f"leave: {polarised:.0%} are polarised, p below 5 % or above 95 %. Upright lines: the thresholds, above which "
+        "images leave."
     )
     return Picture("polarisation", caption, figure, ("log", "leaving"))
 
@@ -303,7 +320,7 @@ def _trade_off(studies: Sequence[Study], published: Sequence[Published]) -> Pict
         for place, (x, y) in enumerate(shown):
             axes.plot([x], [y], sign, color=color, markersize=4, gid=f"tau-{number}-{place}")
         at = _end(study)
-        axes.plot(*[[value] for value in at], sign, color=color, markersize=11, label=study["name"])
+        axes.plot(*[[value] for value in at], sign, color=color, markersize=11, label=_named(study["name"]))
         dense = 100 * study["result"]["accuracy"]["dense"]
         axes.plot([1.0], [dense], "D", color=color, markersize=4, fillstyle="none")
     for each in published:
@@ -430,6 +447,11 @@ def last_network(result: Mapping[str, Any]) -> str:
     return next(name for name in ("cascade", "conditional", "shrunk", "dense") if name in result["accuracy"])
 
 
+def _named(name: str) -> str:
+    """As a legend shows it: matplotlib leaves out what begins with an underscore."""
+    return f" {name}" if name.startswith("_") else name
+
+
 def _legend(figure: Any, axes: Any, place: str = "outside lower center", most: int = 2) -> None:
     """A legend beside the axes, in as many columns as its longest name leaves room for."""
     handles, labels = axes.get_legend_handles_labels()
@@ -501,7 +523,9 @@ def exits(study: Study) -> Picture | None:
     lower.axhline(found["accuracy"], color=SERIES[0], linewidth=1, label="the cascade")
     lower.set_ylabel("accuracy")
     lower.yaxis.set_major_formatter(_percent)
-    lower.set_xticks(places, [row["name"] for row in rows])
+    names = [row["name"] for row in rows]
+    crowded = max(map(len, names)) * LETTER_POINTS * len(names) > POINTS_ACROSS
+    lower.set_xticks(places, names, **({"rotation": 20, "ha": "right"} if crowded else {}))
     lower.set_xlim(-0.6, len(rows) - 0.4)
     _legend(figure, lower)
     return Picture("exits", "Who leaves where, and how right the answers are.", figure, ("exits",))
@@ -519,7 +543,7 @@ def exits_by_class(study: Study) -> Picture | None:
     below = np.zeros(len(order))
     for number, name in enumerate(found["exits"]):
         color = SERIES[number % len(SERIES)]
-        axes.bar(range(len(order)), shares[number][order], bottom=below, color=color, width=0.8, label=name)
+        axes.bar(range(len(order)), shares[number][order], bottom=below, color=color, width=0.8, label=_named(name))
         below = below + shares[number][order]
     axes.set_xticks(
         range(len(order)) if named else [], [found["classes"][n] for n in order] if named else [], rotation=90

@@ -40,8 +40,9 @@ function moveTau(place) {
     put("accuracy", point.accuracy, percent(point.accuracy, 2));
     put("macs", point.macs_fraction, percent(point.macs_fraction, 1));
     put("milliseconds", time ?? "", time === undefined ? "" : time.toFixed(2));
-    document.getElementById("tau").textContent = point.tau.toFixed(2);
-    document.getElementById("slider").setAttribute("aria-valuetext", "tau " + point.tau.toFixed(2));
+    const tau = point.tau < 0.99 ? point.tau.toFixed(2) : String(Number(point.tau.toPrecision(6)));
+    document.getElementById("tau").textContent = tau;
+    document.getElementById("slider").setAttribute("aria-valuetext", "tau " + tau);
     study.sweep.forEach((_, each) => {
       const dot = document.getElementById(`trade_off-tau-${number}-${each}`);
       if (dot) dot.classList.toggle("now", each === place);

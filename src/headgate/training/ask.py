@@ -25,7 +25,7 @@ from headgate.analysis.measure import (
     timing_of,
     torch_threads,
 )  # fmt: skip
-from headgate.data.batches import Part, Split
+from headgate.data.batches import Part, Split, eval_batch_size
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError, NotDecided
 from headgate.exits.cascade import ExitModel
@@ -35,7 +35,8 @@ from headgate.inference.compact import without_torchs_own_warnings
 from headgate.inference.export import export_onnx
 from headgate.inference.shrink import with_folded_batchnorm
 from headgate.storage import load, save
-from headgate.training.loop import EVAL_BATCH, measure
+from headgate.training import checkpoint as checkpoints
+from headgate.training.loop import measure
 from headgate.training.prepare import Start, data_of, start_of, with_data_in
 from headgate.training.run import BEFORE, NETWORKS, is_done, measured, recipe_in, result_in
 from headgate.training.team import Team
@@ -43,7 +44,8 @@ from headgate.training.team import Team
 TIMED_IMAGES = 60
 BATCHES = (1, 32)
 SWEEP_ROUNDS = 5
-TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 0.9999)
+"""Close to 1 too: exits that lose nothing let go only of those who are surer than that."""
 
 
 def open_run(folder: Path, data_dir: str | None = None) -> tuple[Start, DataSet]:
@@ -53,8 +55,17 @@ def open_run(folder: Path, data_dir: str | None = None) -> tuple[Start, DataSet]
     return start_of(recipe, images.shape), images
 
 
+def _dense_is_trained(folder: Path) -> bool:
+    """Whether the dense network is more than what the run started from, if it is to be trained at all."""
+    if is_done(folder) or not recipe_in(folder).dense_epochs:
+        return True
+    return (folder / checkpoints.FILE).is_file() and checkpoints.read_checkpoint(folder).phase != "dense"
+
+
 def _title(name: str, folder: Path) -> str:
     """What a network of a folder is called."""
+    if name == "dense" and not _dense_is_trained(folder):
+        return "dense, not trained yet"
     if name != "decided":
         return name
     return "before this tuning" if (folder / BEFORE).exists() else "decided, not tuned"
@@ -128,7 +139,7 @@ def evaluate(
     milliseconds: dict[str, float] = {}
     if sweep:
         moved = movable(folder, start, of)
-        points = moved.to(team.device).sweep_tau(Part(data.test, batch_size=EVAL_BATCH), TAUS)
+        points = moved.to(team.device).sweep_tau(Part(data.test), TAUS)
         rows = [(f"tau {point.tau:g}", point.accuracy, point.macs) for point in points]
         timings = sweep_milliseconds(moved.cpu(), data.test)
         milliseconds = {f"tau {tau:g}": timing.median_ms for tau, timing in timings.items()}
@@ -176,7 +187,7 @@ def sweep_milliseconds(
 
 def timed_images(split: Split, count: int) -> Tensor:
     """So many images to take the time of, from all over a split: what one takes depends on the image."""
-    batches = split.eval_batches(EVAL_BATCH, rank=0, processes=max(1, len(split) // count))
+    batches = split.eval_batches(eval_batch_size(split), rank=0, processes=max(1, len(split) // count))
     more = torch.cat([images for images, _ in batches])  # as many or up to twice as many
     return more[torch.linspace(0, len(more) - 1, min(count, len(more))).long()]
 

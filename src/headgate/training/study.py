@@ -35,13 +35,13 @@ from headgate.graph.macs import macs_by_layer
 from headgate.graph.trace import tensors_in
 from headgate.training.ask import TAUS, bench, movable, network, open_run, sweep_milliseconds
 from headgate.training.journal import LOG_NAME, read_log
-from headgate.training.loop import BINS, EVAL_BATCH
+from headgate.training.loop import BINS
 from headgate.training.prepare import Start
 from headgate.training.recipe import Recipe, without_places
 from headgate.training.repeat import commands, shown, without_folders
 from headgate.training.run import CASCADE, CONDITIONAL, GATED, NETWORKS, RESULT, recipe_in, result_in
 
-FORMAT = "headgate-study-3"
+FORMAT = "headgate-study-4"
 FILE = "study.json"
 EXAMPLES = 8
 WORDS = 12
@@ -178,7 +178,7 @@ def _log(folder: Path) -> dict[str, Any]:
 
 def _looked(folder: Path, look: Look, data_dir: str | None) -> dict[str, Any]:
     start, data = open_run(folder, data_dir)
-    part = Part(data.test, look.images, EVAL_BATCH)
+    part = Part(data.test, look.images)
     threads = look.threads or torch.get_num_threads()
     kept = any((folder / file).is_file() for file in (GATED, CONDITIONAL, CASCADE))
     moved = movable(folder, start).cpu() if kept else None
@@ -215,7 +215,8 @@ def _add_timings_(
         except HeadgateError as error:
             found["notes"].append(f"No milliseconds over tau: {error}")
     try:
-        found["latency"] = bench(folder, look.batches, threads, look.rounds, data_dir)
+        fitting = [batch for batch in look.batches if moved is None or batch <= len(data.test)]
+        found["latency"] = bench(folder, fitting, threads, look.rounds, data_dir)
     except HeadgateError as error:
         found["notes"].append(f"No milliseconds beside the dense network: {error}")
 
