@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,23 @@ def test_probabilities_go_out_and_in_by_name() -> None:
     assert all(torch.equal(before[name], p) for name, p in after.items()), "masks that are not named keep theirs"
     after["layer1.0.conv1"].zero_()
     assert gated.gate_probabilities()["layer1.0.conv1"].min() > 0.9, "what is given out is a copy"
+
+
+def test_decisions_made_elsewhere_hold_after_others_were_made() -> None:
+    gated = gated_resnet().eval()
+    gated.project()
+    before = gated.macs()
+    given = torch.tensor([1.0] + [0.0] * 7)
+    gated.set_gate_probabilities({"layer1.0.conv1": given})
+    assert gated.macs() < before
+    small = gated.shrink()
+    assert isinstance(small, CifarResNet) and small.layer1[0].conv1.out_channels == 1
+
+
+def test_a_number_of_runs_of_any_kind_can_be_saved(tmp_path: Path) -> None:
+    gated = gated_resnet().eval().strategy("ensemble", runs=np.int64(3))
+    headgate.save(gated, tmp_path / "f.safetensors")
+    assert isinstance(headgate.load(tmp_path / "f.safetensors", resnet()), headgate.GatedModel)
 
 
 def test_macs_tell_of_the_last_pass() -> None:

@@ -204,8 +204,11 @@ def test_load_wants_a_dense_model(wrong: Any, path: Path) -> None:
 def test_a_gated_network_with_several_inputs_says_how_to_save_it(path: Path) -> None:
     case = NETWORKS["several inputs"]
     gated = headgate.gate(case.make(), example(case), target=1.0)
-    with pytest.raises(headgate.HeadgateError, match=r"several inputs.*state_dict\(\)"):
-        headgate.save(gated, path)
+    net = Net(lambda n, *, image: n.d(n.c(image).relu()).mean((2, 3)), c=conv(3, 8), d=conv(8, 5))
+    by_name = headgate.gate(net, {"image": randn(1, *X)}, target=1.0)
+    for each in (gated, by_name):
+        with pytest.raises(headgate.HeadgateError, match=r"not called with one tensor alone.*state_dict\(\)"):
+            headgate.save(each, path)
 
 
 def test_a_damaged_file_is_refused_by_load(path: Path) -> None:

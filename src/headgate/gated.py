@@ -195,8 +195,6 @@ class GatedModel(Passing):
         images = self._images
         if self.dynamic.sites[number].batch_axis == 0 and x.shape[0] < images:
             images = x.shape[0]  # some have left the network before
-        if not self._sampling and self._strategy.name == "always_on":
-            return draw.fill_(group, x.new_ones(images, group.count, dtype=torch.float32))
         arriving = self._arriving[number]
         open_BC = None if arriving is None else arriving.mask_BC(draw)
         logits_BN = self.dynamic.logits(number, x, images, open_BC)
@@ -204,6 +202,8 @@ class GatedModel(Passing):
         if self._sampling:
             noise = logistic_noise(tuple(logits_BN.shape), logits_BN.device, self._generator)
             gates_BN = draw_gates(logits_BN, noise, self.gates.relaxation)
+        elif self._strategy.name == "always_on":
+            gates_BN = torch.ones_like(probabilities_BN)
         else:
             gates_BN = (logits_BN.detach() > threshold_logit(self._threshold)).to(probabilities_BN.dtype)
         draw.fill_(group, group.keep_one_open(gates_BN, logits_BN), probabilities_BN.detach())
@@ -550,6 +550,9 @@ class GatedModel(Passing):
             if not bool(((values >= 0) & (values <= 1)).all()):
                 raise HeadgateError(f"mask `{name}`: probabilities lie between 0 and 1 and are no NaN")
             flat[masks[name].gates] = values.to(flat)
+        assert isinstance(self.decisions, Tensor)
+        for name in probabilities:  # what was decided of these before does not hold any more
+            self.decisions[masks[name].gates] = (flat[masks[name].gates] > 0.5).to(self.decisions.device)
         self.gates.set_probabilities(flat[self._fixed.gates])
         self._macs = self._last = None
 
@@ -737,6 +740,8 @@ class GatedModel(Passing):
             raise NotDecided(
                 f'strategy "{self._strategy.name}" draws gates: choose "threshold" or "calibrated" before compact()'
             )
+        if next(self.parameters()).device.type != "cpu":
+            raise HeadgateError("compact() is for the CPU, and the model is elsewhere: call gated.cpu() first")
         example = self._one_image_tensor()
         if images is not None:
             check_images(images, example)
@@ -858,7 +863,8 @@ def _checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         kinds, what = OPTION_KINDS[option]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise HeadgateError(f"strategy {name!r}: {option}={value!r} is no {what}")
-    return {option: float(value) if option == "tau" else value for option, value in options.items()}
+    plain = {"tau": float, "runs": int}
+    return {option: plain[option](value) if option in plain else value for option, value in options.items()}
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -23,7 +23,7 @@ from headgate.gates.gumbel import Backward, Relaxation
 from headgate.gates.static import StaticGates
 from headgate.graph.analyse import Settings, StreamForm, analyse, check_model, check_module_names
 from headgate.graph.grouping import ChannelGraph, Granularity
-from headgate.graph.sites import find_sites
+from headgate.graph.sites import find_sites, folded_readers
 from headgate.graph.trace import stripped_copy
 from headgate.inference.calibrate import least_decisions
 
@@ -80,7 +80,7 @@ def gate(
     gated.frozen_names = tuple(settings.frozen)
     gated.static_names = tuple(static)
     if sites:
-        check_folding(gated.model, sites, example_input)
+        check_folding(gated.model, (*sites, *folded_readers(graph, sites)), example_input)
     gated.train()
     graph.book.modules = dict(gated.model.named_modules())  # the copy's: the user's model is not kept alive
     _check_floor(gated)

@@ -23,7 +23,7 @@ from headgate.gated import GatedModel
 from headgate.gates.budget import Budget
 from headgate.gating import gate
 from headgate.graph.plan import Plan, fingerprint, restructure
-from headgate.graph.trace import stripped_copy, tensors_in
+from headgate.graph.trace import as_arguments, stripped_copy
 from headgate.inference.compact import CompactModel
 from headgate.inference.files import read, write
 from headgate.inference.shrink import ORIGIN_ATTRIBUTE, PLANS_ATTRIBUTE, assign
@@ -153,9 +153,11 @@ def _without_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
 
 def _described_gated(model: GatedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model.unsqueeze_()
-    examples = tensors_in(model._example_input)
-    if len(examples) != 1:
-        raise HeadgateError("a gated model with several inputs can't be saved as a file: save its state_dict()")
+    args, kwargs = as_arguments(model._example_input)
+    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+        raise HeadgateError(
+            "a gated model that is not called with one tensor alone can't be saved as a file: save its state_dict()"
+        )
     graph = model.graph
     tensors, aliases = _without_aliases(
         {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
@@ -171,7 +173,7 @@ def _described_gated(model: GatedModel) -> tuple[dict[str, Tensor], dict[str, An
             "backward": relaxation.backward,
         },
         "rates": model._rates.tolist() if model.loss == "per_gate" else None,
-        "example": {"shape": list(examples[0].shape), "dtype": _name(examples[0].dtype)},
+        "example": {"shape": list(args[0].shape), "dtype": _name(args[0].dtype)},
         "precision": _precision(model.model),
         "extra": model.get_extra_state(),
     }  # fmt: skip

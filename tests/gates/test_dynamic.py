@@ -322,3 +322,25 @@ def test_two_batches_in_one_are_refused() -> None:
     with pytest.raises(ModelError, match="do not lie side by side"):
         headgate.gate(net, pair, kind="dynamic")
     headgate.gate(net, pair, kind="static")
+
+
+def test_two_batches_in_one_before_the_output_layer_are_refused() -> None:
+    def forward(n: Net, x: Tensor) -> Tensor:
+        y = n.two(n.one(x).relu()).relu()
+        first, second = n.head(torch.cat([y, y.flip(3)])).mean((2, 3)).chunk(2)
+        return first + second
+
+    net = Net(forward, one=conv(3, 8), two=conv(8, 8), head=conv(8, 5))
+    with pytest.raises(ModelError, match="before `head`, .* do not lie side by side"):
+        headgate.gate(net, randn(2, 3, 8, 8), kind="dynamic")
+    headgate.gate(net, randn(2, 3, 8, 8), kind="static")
+
+
+def test_what_gates_would_say_is_known_when_all_are_open() -> None:
+    gated = opinionated_(headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", target=0.5)).eval()
+    x = randn(4, 3, 8, 8)
+    gated(x)
+    expected, macs = gated.gate_probabilities(), gated.thresholded_macs()
+    gated.strategy("always_on")(x)
+    assert gated.macs() >= gated.dense_macs and gated.gate_probabilities().keys() == expected.keys()
+    assert gated.thresholded_macs() > 0 and macs > 0 and 0 <= gated.polarised() <= 1

@@ -333,11 +333,47 @@ def test_a_compact_network_can_be_copied() -> None:
     assert torch.equal(twin(x), before) and twin.tau != fast.tau
 
 
-def test_compact_networks_can_be_exported_and_compiled() -> None:
+def test_compact_networks_can_be_exported() -> None:
     fast = opinionated(two_blocks, randn(1, 3, 8, 8)).compact()
     x = randn(2, 3, 8, 8, seed=8)
     exported = torch.export.export(fast.program, (x,), strict=False).module()
     assert difference(fast(x), exported(x)) < CLOSE
+
+
+def scaled_by_hand() -> nn.Module:
+    def forward(n: Net, x: Tensor) -> Tensor:
+        y = n.two(n.one(x).relu()).relu()
+        return n.head(y.sum((2, 3)) / (x.shape[2] * x.shape[3]))
+
+    return Net(forward, one=conv(3, 8), two=conv(8, 8), head=nn.Linear(8, 5))
+
+
+def test_a_compiled_one_answers_the_same_and_only_for_sizes_it_knows() -> None:
+    fast = opinionated(scaled_by_hand, randn(1, 3, 8, 8)).compact()
+    compiled = torch.compile(fast, backend="eager", dynamic=False)
+    x = randn(2, 3, 8, 8, seed=8)
+    assert difference(fast(x), compiled(x)) < CLOSE
+    with pytest.raises(Exception, match="has not seen images of this size|was made for images of"):
+        compiled(randn(2, 3, 16, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_default_type_changes_nothing(dtype: torch.dtype) -> None:
+    fast = opinionated(two_blocks, randn(1, 3, 8, 8)).compact()
+    x, weight = randn(4, 3, 8, 8, seed=8), randn(5, 3, 3, 3)
+    expected = fast(x)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(fast(x), expected)
+        ones = [1, 1]
+        operator = torch.ops.headgate.masked_conv2d(x, weight, None, None, None, None, ones, ones, ones, True)
+        pooled = torch.ops.headgate.max_pool2d(x, [2, 2], [2, 2], [0, 0])
+    finally:
+        torch.set_default_dtype(before)
+    assert operator.dtype == pooled.dtype == torch.float32
+    torch.testing.assert_close(operator, F.conv2d(x, weight, padding=1).relu(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(pooled, F.max_pool2d(x, 2))
 
 
 def test_gates_look_at_what_a_layer_is_given_not_at_what_it_makes_of_it_by_padding() -> None:
@@ -603,6 +639,11 @@ def test_a_compact_network_holds_no_more_than_it_reads_and_can_not_be_changed() 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copy.deepcopy(fast)
+
+
+def test_images_of_another_size_are_refused_where_layers_are_timed_too() -> None:
+    with pytest.raises(HeadgateError, match="was made for images of"):
+        opinionated(scaled_by_hand, randn(1, 3, 8, 8)).compact(randn(2, 3, 16, 16))
 
 
 def test_models_and_images_that_compact_can_not_take_are_told() -> None:

@@ -145,6 +145,14 @@ def test_what_is_no_safetensors_file_is_refused(content: bytes, tmp_path: Path) 
         read(tmp_path / "f")
 
 
+def test_a_folder_or_a_device_in_the_way_stays_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "device").symlink_to("/dev/null")
+    for place in (tmp_path, tmp_path / "device"):
+        with pytest.raises(headgate.FileError, match="no file: choose another place"):
+            write(place, TENSORS, ABOUT)
+    assert [path.name for path in tmp_path.iterdir()] == ["device"] and (tmp_path / "device").is_char_device()
+
+
 def test_a_missing_file_or_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(headgate.FileError, match="no such file"):
         read(tmp_path / "nowhere")

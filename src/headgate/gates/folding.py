@@ -38,8 +38,8 @@ def check_folding(model: nn.Module, sites: Sequence[Site], example_input: Any) -
             alone = [_seen_at(model, modules[site.layer], site, _one(images, number), 1) for number in range(PROBES)]
             if not torch.allclose(torch.cat(alone), together, rtol=1e-3, atol=1e-4):
                 raise ModelError(
-                    f"before `{site.layer}`, where gates would look at images, the rows of an image do not lie side by "
-                    "side (torch.cat of two batches?): gate the part that sees one batch, or use kind='static'"
+                    f"before `{site.layer}`, where gates look or close channels, the rows of an image do not lie "
+                    "side by side (torch.cat of two batches?): gate the part that sees one batch, or use kind='static'"
                 )
     finally:
         model.train(training)

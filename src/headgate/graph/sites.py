@@ -59,6 +59,20 @@ def find_sites(graph: ChannelGraph, static: Sequence[str] = ()) -> tuple[Site, .
     )
 
 
+def folded_readers(graph: ChannelGraph, sites: Sequence[Site]) -> tuple[Site, ...]:
+    """What layers read whose batch holds more rows than images, where gates of sites lie on the channels."""
+    search = _Search(graph)
+    decided = np.zeros(graph.gate_count + 1, bool)  # the last stands for what is always open
+    for site in sites:
+        decided[gates_at(site, graph)] = True
+    found = [
+        search.site(search.usages[reader.layer], (), ())
+        for reader in graph.readers
+        if reader.layer in search.value_read and decided[reader.gates].any()
+    ]
+    return tuple(site for site in found if site.folded)
+
+
 def _under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 

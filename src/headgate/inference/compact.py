@@ -29,6 +29,7 @@ from headgate.gates.dynamic import DynamicGates
 from headgate.gates.gumbel import threshold_logit
 from headgate.graph.grouping import ChannelGraph, Decisions
 from headgate.graph.plan import make_plan
+from headgate.graph.sites import folded_readers
 from headgate.inference.kernel import native, plain
 from headgate.inference.kernel.prepared import Conv
 from headgate.inference.lowering.fate import ALWAYS, DEPENDS, gates_over_all_images, left_after_folding
@@ -71,6 +72,11 @@ class Sizes:
                 f"this compact network was made for images of {tuple(self._example.shape[1:])} and would be wrong "
                 f"for {tuple(shape)}: gate() the model with an example of that size and call compact() again"
             )
+
+    def check_known(self, x: Tensor) -> None:
+        """The same where nothing can be recorded: only sizes that were seen before will do."""
+        if not any(fits and tuple(x.shape[1:]) == tuple(shape) for shape, fits in self._fits.items()):
+            raise HeadgateError("this compact network has not seen images of this size: call it once before compiling")
 
     def _is_the_same(self, x: Tensor) -> bool:
         try:
@@ -159,6 +165,7 @@ class CompactModel(nn.Module):
 
     def choose_(self, images: Tensor) -> None:
         """Time these images at once and in parts, and every layer both ways for as many, and take what is quickest."""
+        self._sizes.check(images)
         reasons = {name: reason for name, reason in self.report.dense.items() if reason != QUICKER}
         convs = [module for module in self._quick.modules() if isinstance(module, Conv)]
         with torch.no_grad():
@@ -218,6 +225,7 @@ class CompactModel(nn.Module):
         """What the gated network returns in eval mode."""
         with torch.no_grad():
             if torch.compiler.is_compiling():
+                self._sizes.check_known(images)
                 return self.program(images)
             self._sizes.check(images)
             return self._quick(images) if self.at_once is None else self._in_parts(images, self.at_once)
@@ -352,11 +360,11 @@ def compact(
     fold: bool = True, always_on: bool = False,
 ) -> CompactModel:  # fmt: skip
     """The conditional network in its fast form. `decided` are the gates that are parameters; `always_on` opens all."""
-    for site in dynamic.sites:
+    for site in (*dynamic.sites, *folded_readers(graph, dynamic.sites)):
         if site.folded:
             raise HeadgateError(
                 f"images are folded with something else (frames, windows) before `{site.layer}`, where gates are "
-                "decided: compact() takes images one by one; use the gated model itself"
+                "decided or used: compact() takes images one by one; use the gated model itself"
             )
     fate = gates_over_all_images(dynamic, graph, decided, tau, fold)
     if always_on:

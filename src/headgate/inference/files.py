@@ -47,6 +47,8 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
     }
     if not path.parent.is_dir():
         raise FileError(f"{path}: the folder {path.parent} does not exist: create it first")
+    if path.exists() and not path.is_file():
+        raise FileError(f"{path} is there already and no file: choose another place")
     scratch = ""
     try:
         handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

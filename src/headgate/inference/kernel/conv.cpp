@@ -158,6 +158,7 @@ class Scratch {
  public:
   float* at_least(size_t floats) {
     if (floats > size_) {
+      size_ = 0;  // if there is no memory for more
       data_.reset();  // first, so that both are never held at once
       data_.reset(new float[floats]);
       size_ = floats;

@@ -198,18 +198,25 @@ int headgate_read_planes(const float* x, const float* scale, const float* shift,
   return failed;
 }
 
-// Max pooling of planes (height, width) -> (out_height, out_width).
-void headgate_max_pool(const float* x, float* y, const int64_t* numbers, int threads) {
+// Max pooling of planes (height, width) -> (out_height, out_width). Not 0 if there was no memory.
+int headgate_max_pool(const float* x, float* y, const int64_t* numbers, int threads) {
   const int64_t planes = numbers[0], height = numbers[1], width = numbers[2], out_height = numbers[3];
   const int64_t out_width = numbers[4], kernel_h = numbers[5], kernel_w = numbers[6], stride_h = numbers[7];
   const int64_t stride_w = numbers[8], pad_h = numbers[9], pad_w = numbers[10];
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  const int64_t across = width + 2 * pad_w + kernel_w;
+  int failed = 0;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) reduction(| : failed)
   for (int64_t plane = 0; plane < planes; ++plane) {
-    std::vector<float> rows(width + 2 * pad_w + kernel_w, -std::numeric_limits<float>::infinity());
+    std::unique_ptr<float[]> rows(new (std::nothrow) float[across]);  // nothing may be thrown out of a parallel loop
+    if (!rows) {
+      failed = 1;
+      continue;
+    }
+    std::fill_n(rows.get(), across, -std::numeric_limits<float>::infinity());
     for (int64_t i = 0; i < out_height; ++i) {
       const int64_t top = std::max<int64_t>(0, i * stride_h - pad_h);
       const int64_t bottom = std::min(height, i * stride_h - pad_h + kernel_h);
-      float* line = rows.data() + pad_w;
+      float* line = rows.get() + pad_w;
       std::memcpy(line, x + (plane * height + top) * width, sizeof(float) * width);
       for (int64_t r = top + 1; r < bottom; ++r) {
         const float* other = x + (plane * height + r) * width;
@@ -217,13 +224,14 @@ void headgate_max_pool(const float* x, float* y, const int64_t* numbers, int thr
       }
       float* to = y + (plane * out_height + i) * out_width;
       for (int64_t j = 0; j < out_width; ++j) {
-        const float* from = rows.data() + j * stride_w;
+        const float* from = rows.get() + j * stride_w;
         float best = from[0];
         for (int64_t q = 1; q < kernel_w; ++q) best = best < from[q] || from[q] != from[q] ? from[q] : best;
         to[j] = best;
       }
     }
   }
+  return failed;
 }
 
 }  // extern "C"

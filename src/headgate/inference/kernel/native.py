@@ -43,7 +43,7 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     found.headgate_read_planes.argtypes = [pointer, pointer, pointer, pointer, pointer, pointer, flag]
     found.headgate_read_planes.restype = ctypes.c_int
     found.headgate_max_pool.argtypes = [pointer, pointer, pointer, flag]
-    found.headgate_max_pool.restype = None
+    found.headgate_max_pool.restype = flag
     found.headgate_level.restype = ctypes.c_int
     return found
 
@@ -107,7 +107,7 @@ class Gates:
 
     def __call__(self, x: Tensor, arriving: Tensor | None, threshold: float) -> list[Tensor]:
         images, channels = x.shape[:2]
-        masks = [torch.empty(images, size, dtype=torch.bool) for size in self.sizes]
+        masks = [x.new_empty(images, size, dtype=torch.bool) for size in self.sizes]
         failed = self._decide(
             x.data_ptr(), at(arriving), step(arriving), *self._pointers, images, channels,
             x.numel() // max(images * channels, 1), self._hidden, *self._numbers, threshold,
@@ -136,4 +136,5 @@ def max_pool2d(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, y: Tensor) 
     found = compiled()
     assert found is not None
     numbers = (ctypes.c_int64 * 11)(x.shape[0] * x.shape[1], *x.shape[2:], *y.shape[2:], *kernel, *stride, *padding)
-    found.headgate_max_pool(x.data_ptr(), y.data_ptr(), ctypes.addressof(numbers), torch.get_num_threads())
+    if found.headgate_max_pool(x.data_ptr(), y.data_ptr(), ctypes.addressof(numbers), torch.get_num_threads()):
+        raise MemoryError("the pooling's scratch memory could not be allocated")

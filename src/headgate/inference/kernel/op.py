@@ -103,7 +103,7 @@ def _on_cpu(
     pairs = (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1])
     if not _native(x, weight) or 0 in shape:
         return plain.conv2d(x, weight, bias, in_mask, out_mask, residual, *pairs, relu)
-    y = torch.empty(shape)
+    y = x.new_empty(shape)
     native.conv2d(
         x.contiguous(), weight.contiguous(), None if bias is None else bias.float().contiguous(), _bytes(in_mask),
         _bytes(out_mask), None if residual is None else residual.float().contiguous(), *pairs, relu, y,
@@ -154,7 +154,7 @@ def _gates_on_cpu(
 def _pool_on_cpu(x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
     if not _native(x) or x.dim() != 4 or not x.numel():
         return torch.nn.functional.max_pool2d(x, kernel, stride, padding)
-    y = torch.empty(_pooled_shape(x, kernel, stride, padding))
+    y = x.new_empty(_pooled_shape(x, kernel, stride, padding))
     native.max_pool2d(
         x.contiguous(), (kernel[0], kernel[1]), (stride[0], stride[1]), (padding[0], padding[1]), y
     )  # fmt: skip

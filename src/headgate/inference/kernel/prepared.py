@@ -24,8 +24,8 @@ def read_planes(x: Tensor, scale: Tensor, shift: Tensor, tile: native.Pair) -> t
     if not fits or native.compiled() is None:
         return plain.read_planes(x, scale, shift, tile)
     images, channels, height, width = x.shape
-    tiles = torch.empty(images, channels, height // tile[0], width // tile[1])
-    means = torch.empty(images, channels)
+    tiles = x.new_empty(images, channels, height // tile[0], width // tile[1])
+    means = x.new_empty(images, channels)
     native.read_planes(x.contiguous(), scale.contiguous(), shift.contiguous(), tile, tiles, means)
     return tiles, means
 
@@ -77,7 +77,10 @@ class Conv(nn.Module):
         shape, _, numbers = known
         if residual is not None and list(residual.shape) != shape:
             raise HeadgateError(f"`{self.layer}` gives {shape}, but is added to {list(residual.shape)}")
-        y = residual if self.in_place else torch.empty(shape)
+        for mask in (in_mask, out_mask):
+            if mask is not None and mask.shape[0] not in (1, x.shape[0]):
+                raise HeadgateError(f"`{self.layer}`: {x.shape[0]} rows of images, but masks of {mask.shape[0]}")
+        y = residual if self.in_place else x.new_empty(shape)
         assert y is not None
         failed = self._call.headgate_conv2d(
             x.data_ptr(), self.weight.data_ptr(), native.at(self.bias), native.at(residual), y.data_ptr(),

@@ -79,7 +79,7 @@ class GateSite(nn.Module):
         numbers = self.threshold, self.sizes, self.immortal, self.groups
         if self.plain:
             return plain.gate_masks(pooled(x, self.site, x.shape[0]), arriving, trunk, head, *numbers)
-        x = x if self._by_channel else pooled(x, self.site, len(x))
+        x = x if self._by_channel else pooled(x, self.site, x.shape[0])
         masks: list[Tensor] = torch.ops.headgate.gate_masks(x, arriving, *trunk, *head, *numbers)
         return masks
 
