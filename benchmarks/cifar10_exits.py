@@ -25,7 +25,7 @@ from headgate.errors import TargetError
 from headgate.exits.cascade import ExitModel
 from headgate.memory import keep_memory
 from headgate.training import ask
-from headgate.training.loop import EVAL_BATCH, plain_batches
+from headgate.training.loop import plain_batches
 from headgate.training.run import RESULT
 
 QUESTION = "Who leaves early, how right are they, and does time fall as the MACs do?"
@@ -42,7 +42,7 @@ def main() -> None:
     assert isinstance(exits, ExitModel), "the run has no exits"
     dense = ask.network(options.run, "dense", start).eval()
     own = list(exits.taus)
-    watched = exits.watch(Part(data.test, options.images, EVAL_BATCH))
+    watched = exits.watch(Part(data.test, options.images))
     table = exits.table_of(watched)
     show(
         f"exits of {options.run.name}", ["exit", "leave", "right, of all", "right, of these", "MACs"],

@@ -38,7 +38,7 @@ from headgate.errors import FileError, HeadgateError
 from headgate.inference.files import read, write
 from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import AnyJournal, Journal
-from headgate.training.loop import EVAL_BATCH, Interrupted, Phase, Surroundings, Totals, accuracy, begin, run_phase
+from headgate.training.loop import Interrupted, Phase, Surroundings, Totals, accuracy, begin, run_phase
 from headgate.training.prepare import data_of, start_of
 from headgate.training.recipe import CHOICES, PHASES, PhaseName, Recipe, overridden, recipe_named
 from headgate.training.run import RECIPE, RESULT, SMALL, Run, create_folder
@@ -54,7 +54,7 @@ OURS: dict[str, dict[str, Any]] = {"headgate": {}, "aig-layers": {"granularity":
 METHODS = ("headgate", "torch-pruning", SPARSE_METHOD, "uniform-l1", "fpgm", "aig-layers")
 DISTILLED = "+distill"
 CELL, SPARSE, PRUNED, TUNED = "cell.json", "sparse.safetensors", "pruned.safetensors", "tuned.safetensors"
-QUICK_STEPS, QUICK_IMAGES = 3, 1000
+QUICK_STEPS, QUICK_IMAGES, QUICK_TEST = 3, 1000, 500
 STOPPED = 130
 SAY = Console(highlight=False, soft_wrap=True)
 Row = dict[str, Any]
@@ -446,7 +446,7 @@ def _quick_data(recipe: Recipe) -> DataSet:
     train, test = whole.train, whole.test
     assert isinstance(train, InMemory) and isinstance(test, InMemory), "the images of CIFAR-10 lie in memory"
     few = train.subset(np.arange(QUICK_STEPS * recipe.batch_size), augmented=True)
-    return replace(whole, train=few, test=test.subset(np.arange(EVAL_BATCH), augmented=False))
+    return replace(whole, train=few, test=test.subset(np.arange(QUICK_TEST), augmented=False))
 
 
 def _random_data() -> DataSet:

@@ -21,7 +21,6 @@ from headgate.analysis.specialisation import in_words, specialisation
 from headgate.data.batches import Part
 from headgate.gated import GatedModel
 from headgate.training import ask
-from headgate.training.loop import EVAL_BATCH
 from headgate.training.run import RESULT
 
 QUESTION = "Do gates that look at the image specialise on classes?"
@@ -35,7 +34,7 @@ def main() -> None:
     gated = ask.movable(options.run, start)
     assert isinstance(gated, GatedModel) and gated.dynamic is not None, "the gates of the run look at no image"
     opened, labels = [], []
-    for images, labels_B in Part(data.test, 500 if options.quick else 0, EVAL_BATCH):
+    for images, labels_B in Part(data.test, 500 if options.quick else 0):
         gated(images)
         opened.append(gated.seen().gates_BG.expand(len(images), -1).numpy())
         labels.append(labels_B.numpy())

@@ -13,6 +13,7 @@ from headgate.data.batches import (
     InMemory,
     Part,
     Split,
+    eval_batch_size,
     eval_rows,
     generator,
     hold_out,
@@ -275,6 +276,12 @@ def test_the_same_images_are_held_out_every_time_and_not_the_first_ones() -> Non
 def test_too_many_held_out(count) -> None:
     with pytest.raises(HeadgateError, match=f"validation={count}: of 10 training images at most 9 can be held out"):
         hold_out(np.zeros(10, int), count)
+
+
+@pytest.mark.parametrize("side, together", [(8, 500), (32, 500), (64, 500), (224, 40), (512, 7), (4000, 1)])
+def test_large_images_are_looked_at_a_few_at_a_time(side: int, together: int) -> None:
+    split = InMemory(np.zeros((1, 1, side, side), dtype=np.float32), np.zeros(1, int), 10)
+    assert eval_batch_size(split) == together
 
 
 def test_a_part_is_taken_from_all_over_a_split() -> None:

@@ -1,4 +1,5 @@
 import builtins
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from headgate.data import folder as folder_module
 from headgate.data import open_data
 from headgate.data.batches import NORMALIZATIONS, EpochPlan, generator
 from headgate.data.folder import CentreView, ImageFolder, RandomView, central_box, list_images, random_box
@@ -194,6 +196,22 @@ def test_values_are_the_normalised_pixels(root) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+class Broken:
+    """A loader one of whose processes was killed."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+
+def test_a_dead_worker_is_told() -> None:
+    batches = folder_module._told(Broken())
+    assert next(batches) == 1
+    with pytest.raises(HeadgateError, match=r"died \(DataLoader worker .*--workers.*--resume"):
+        next(batches)
+    assert list(folder_module._told([1, 2])) == [1, 2]
+
+
 def test_workers_give_the_same_batches(root) -> None:
     alone, helped = opened(root).train, opened(root, workers=1).train
     before = torch.get_rng_state()

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 import headgate
 from headgate.cli import app
 from headgate.errors import FileError, HeadgateError
+from headgate.trained import zoo_entries, zoo_folder
 from headgate.training import ask
-from headgate.training.adopt import adopt
+from headgate.training.adopt import adopt, recipe_of
 from headgate.training.onward import onward
 from headgate.training.recipe import Recipe
 from headgate.training.repeat import commands
@@ -54,6 +55,14 @@ def test_it_is_measured_as_it_was(published: Made, adopted: Path) -> None:
         assert ours["accuracy"][name] == theirs["accuracy"][name] and ours["macs"][name] == theirs["macs"][name]
     assert ours["seconds"] == theirs["seconds"]
     assert ours["adopted"]["name"] == "net" and ours["adopted"]["accuracy"] == theirs["accuracy"]["shrunk"]
+
+
+@pytest.mark.parametrize("name", zoo_entries())
+def test_every_network_of_the_zoo_has_a_recipe_to_be_a_run_of(name: str, tmp_path: Path) -> None:
+    record = json.loads((zoo_folder() / f"{name}.json").read_text())
+    found = recipe_of(record, str(tmp_path / "start.safetensors"), str(tmp_path))
+    assert (found.model, found.target) == (record["model"], record["recipe"]["target"])
+    assert (found.teacher, found.data_dir) == (None, str(tmp_path))
 
 
 def test_it_can_be_asked_like_any_run(adopted: Path) -> None:

@@ -280,6 +280,9 @@ def test_a_dry_run_leaves_nothing_and_tells_time_and_memory(tmp_path: Path, monk
     text = ask("train", "digits-static", "--image-size", "8", "--dry-run")
     assert "ms a step" in text and "GB of memory" in text and "2 processes" in text
     assert list(tmp_path.iterdir()) == []
+    found = json.loads(ask("train", "digits-static", "--image-size", "8", "--dry-run", "--json"))
+    assert [row["phase"] for row in found["phases"]] == ["dense", "gates", "tune"]
+    assert found["by_processes"][0]["processes"] == 1 and found["by_processes"][0]["seconds"] > 0
 
 
 def test_recipes_are_listed() -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,26 @@ def test_nan_in_two_processes_ends_both_with_a_message(tmp_path: Path, launched:
     _, complaint = process.communicate(timeout=120)
     assert process.returncode != 0
     assert "the loss became" in complaint
+
+
+IDLE = """
+from torch import nn
+from headgate.models.cifar_resnet import CifarResNet
+
+def make():
+    net = CifarResNet(1, in_channels=1, width=8)
+    net.auxiliary = nn.Linear(3, 3)
+    return net
+"""
+
+
+def test_a_parameter_outside_of_the_loss_is_told(tmp_path: Path, launched: None) -> None:
+    (tmp_path / "idle.py").write_text(IDLE)
+    words = options_of(replace(RECIPE, model=f"{tmp_path / 'idle.py'}:make"))
+    process = start_process(*words, "--out", str(tmp_path / "run"), prefix=TORCHRUN)
+    _, complaint = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "takes no part in the loss" in complaint and "requires_grad_(False)" in complaint
 
 
 def test_a_dead_process_ends_the_run(tmp_path: Path, launched: None) -> None:

@@ -59,7 +59,7 @@ def test_the_options_make_the_recipe(name: str) -> None:
     recipe = RECIPES[name]
     words = shlex.split(commands(recipe)[0])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("headgate.training.start.dry_run", lambda folder, made, places: asked.update(made=made))
+        patched.setattr("headgate.training.start.dry_run", lambda folder, made, places, quiet: asked.update(made=made))
         done = CliRunner().invoke(app, [*words[1:], "--dry-run"])
     assert done.exit_code == 0, done.output
     assert without_places(overridden(asked["made"], {"name": recipe.name})) == without_places(recipe)

@@ -6,22 +6,24 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import headgate
 from headgate.errors import FileError, HeadgateError, NonFiniteLoss
+from headgate.gated import GatedModel
 from headgate.inference import files
+from headgate.training import ask, loop
 from headgate.training import checkpoint as checkpoints
-from headgate.training import loop
 from headgate.training.journal import read_log
 from headgate.training.loop import Interrupted
 from headgate.training.prepare import _teacher_named, data_of
 from headgate.training.recipe import RECIPES
 from headgate.training.run import recipe_in
 from headgate.training.start import Options, go, only_user
-from tests.training.runs import RECIPE, TINY, options_of, run, same_weights, start_process
+from tests.training.runs import QUIET, RECIPE, TINY, options_of, run, same_weights, start_process
 from tests.training.tiny import make
 
 EVERY_STEP = Options(quiet=True, checkpoint_seconds=0)
@@ -444,6 +446,39 @@ def test_a_run_can_start_from_what_the_network_says(tmp_path: Path, monkeypatch:
     assert same_weights(tmp_path / "whole", tmp_path / "run")
     run(tmp_path / "alike")
     assert not same_weights(tmp_path / "whole", tmp_path / "alike", "gated.safetensors")
+
+
+def test_priming_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prime = GatedModel.prime_
+
+    def slowly(self: GatedModel, *given: Any, **options: Any) -> GatedModel:
+        time.sleep(1.0)
+        return prime(self, *given, **options)
+
+    monkeypatch.setattr(GatedModel, "prime_", slowly)
+    result = run(tmp_path / "run", prime_batches=1, gate_epochs=1, tune_epochs=0)
+    assert result["seconds"]["gates"] > 1.0
+
+
+def test_a_dense_network_that_is_not_trained_yet_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    obey = loop._obey
+
+    def stop(phase: loop.Phase, around: loop.Surroundings, loss: float, last_of_phase: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "_obey", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run")
+    assert [row["network"] for row in ask.evaluate(tmp_path / "run")] == ["dense, not trained yet"]
+    monkeypatch.setattr(loop, "_obey", obey)
+    go(tmp_path / "run", None, QUIET)
+    assert "dense" in [row["network"] for row in ask.evaluate(tmp_path / "run")]
+
+
+def test_a_conditional_network_is_looked_at_while_it_is_tuned(tmp_path: Path) -> None:
+    run(tmp_path / "run", kind="dynamic", validation=200, gate_epochs=1, tune_epochs=2)
+    epochs = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "epoch"]
+    assert [line["phase"] for line in epochs if "validation_accuracy" in line] == ["dense", "tune", "tune"]
 
 
 LEAVING = {"exits": ("layer1", "layer2"), "tune_epochs": 0, "target": "0.7", "gate_epochs": 3, "gate_lr": 0.05}

@@ -81,7 +81,9 @@ def train(
         chosen = None if resume is not None else _chosen(recipe, tune_on, changes)
         folder = resume or out or _default_folder(chosen, tune_on)
         if dry_run:
-            start.dry_run(folder, chosen, places)
+            expected = start.dry_run(folder, chosen, places, as_json)
+            if as_json:
+                print_json(expected)
             return
         options = start.Options(tensorboard=tensorboard, quiet=quiet or as_json, checkpoint_seconds=checkpoint_seconds)
         try:

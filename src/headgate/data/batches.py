@@ -21,7 +21,10 @@ from torch import Tensor
 
 from headgate.errors import HeadgateError
 
-__all__ = ["NORMALIZATIONS", "CropAndFlip", "DataSet", "EpochPlan", "InMemory", "Normalization", "Part", "Split"]
+__all__ = [
+    "NORMALIZATIONS", "CropAndFlip", "DataSet", "EpochPlan", "InMemory", "Normalization", "Part", "Split",
+    "eval_batch_size",
+]  # fmt: skip
 
 Batch = tuple[Tensor, Tensor]
 Pixels = NDArray[np.uint8]
@@ -29,6 +32,9 @@ Rows = NDArray[np.int64]
 
 # What a random draw is for goes first into its seed: [seed, epoch] and [seed, epoch, 0] alone give the same numbers.
 ORDER, AUGMENTATION, VALIDATION = 1, 2, 3
+
+EVAL_IMAGES, EVAL_PIXELS = 500, 500 * 64 * 64
+"""Looked at together, at most: 40 images of 224×224."""
 
 
 class Split(Protocol):
@@ -85,7 +91,8 @@ class Part:
 
     split: Split
     images: int = 0
-    batch_size: int = 256
+    batch_size: int = 0
+    """0: as many as `eval_batch_size` says."""
 
     @property
     def stride(self) -> int:
@@ -95,7 +102,15 @@ class Part:
         return -(-len(self.split) // self.stride)
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from self.split.eval_batches(self.batch_size, rank=0, processes=self.stride)
+        yield from self.split.eval_batches(
+            self.batch_size or eval_batch_size(self.split), rank=0, processes=self.stride
+        )
+
+
+def eval_batch_size(split: Split) -> int:
+    """Images to look at together: fewer of large ones, whose activations would not fit in memory."""
+    _, height, width = split.shape
+    return max(1, min(EVAL_IMAGES, EVAL_PIXELS // (height * width)))
 
 
 # The order of an epoch.

@@ -255,11 +255,28 @@ class ImageFolder:
             collate_fn=_collate,
             generator=torch.Generator(),
         )
-        for loaded in loader:
+        for loaded in _told(loader):
             if isinstance(loaded, FileError):
                 raise loaded
             pixels_BCHW, labels_B = loaded
             yield self.normalization(pixels_BCHW), labels_B
+
+
+def _told(loader: Iterable[Any]) -> Iterator[Any]:
+    """What a loader gives; that one of its processes died is told."""
+    batches = iter(loader)
+    while True:
+        try:
+            yield next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise HeadgateError(
+                f"a process that decodes images died ({error}), mostly for want of memory: "
+                "take fewer of them (--workers), and go on with --resume"
+            ) from error
 
 
 def _train_keys(plan: EpochPlan) -> Iterator[list[Key]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,21 @@ def adopt(
 
     `record` tells the recipe it was made by and the seconds that took.
     """
-    recipe = Recipe.from_json(record["recipe"])
+    recipe = recipe_of(record, weights, data_dir)
     if not recipe.gate_epochs:
         raise HeadgateError(f"{network.stem} has no gates behind it: it is a network like any other, use --weights")
-    recipe = with_absolute_places(replace(recipe, weights=weights, data_dir=data_dir, teacher=None))
     data = data_of(recipe)
     start = start_of(recipe, data.shape)
     create_folder(folder, recipe, partial(_fill, folder, network, record, start, len(data.train)))
     result = go(folder, None, options)
     assert result is not None  # there is but one process
     return result
+
+
+def recipe_of(record: Mapping[str, Any], weights: str, data_dir: str | None) -> Recipe:
+    """The recipe of a record, with files of this machine; its teacher is not among them."""
+    places = {"weights": weights, "data_dir": data_dir, "teacher": None, "teacher_normalization": None}
+    return with_absolute_places(Recipe.from_json({**record["recipe"], **places}))
 
 
 def _fill(folder: Path, network: Path, record: Mapping[str, Any], start: Start, images: int) -> None:

@@ -25,7 +25,7 @@ from headgate.inference.calibrate import reestimate_batchnorm
 from headgate.storage import load, save
 from headgate.training.loop import calibration_batches
 from headgate.training.onward import inherit, recipe_of_finished, set_out
-from headgate.training.prepare import data_of, start_of, with_data_in
+from headgate.training.prepare import data_of, start_of, with_absolute_places, with_data_in
 from headgate.training.recipe import Recipe
 from headgate.training.run import AVERAGED, DONE, GATED, create_folder, last_file, result_in
 from headgate.training.start import DEFAULTS, Options, go
@@ -35,7 +35,7 @@ def average(
     runs: Sequence[Path], folder: Path, options: Options = DEFAULTS, data_dir: str | None = None
 ) -> dict[str, Any]:
     """Write the mean of several runs' last networks, and its result, into a new folder; returns the result."""
-    recipe = with_data_in(_checked(runs), data_dir)
+    recipe = with_absolute_places(with_data_in(_checked(runs), data_dir))
     create_folder(folder, recipe, partial(_fill, folder, runs, recipe, data_of(recipe)))
     result = go(folder, None, options)
     assert result is not None  # there is but one process

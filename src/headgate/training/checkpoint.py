@@ -20,6 +20,7 @@ from headgate.inference.files import read, remove_scratch, write
 
 FILE = "checkpoint.safetensors"
 VERSION = 1
+ANEW = f"A run whose {FILE} was removed begins anew"
 NET, OPTIMIZER = "net.", "optimizer."
 
 
@@ -107,14 +108,18 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """The folder's checkpoint, all of it verified."""
     path = folder / FILE
-    tensors, data = read(path)
+    try:
+        tensors, data = read(path)
+    except FileError as error:
+        raise FileError(f"{error}. {ANEW}") from error
     if data.get("kind") != "checkpoint":
         raise FileError(f"{path} holds a network, no checkpoint: it is no file of a run")
     if data.get("version") != VERSION:
-        raise FileError(f"{path} is a checkpoint of version {data.get('version')}, this headgate reads {VERSION}")
+        written = f"{path} is a checkpoint of version {data.get('version')}, this headgate reads {VERSION}"
+        raise FileError(f"{written}: go on with the one that wrote it")
     missing = {"phase", "step", "recipe", "seconds", "log_position", "rest"} - data.keys()
     if missing:
-        raise FileError(f"{path} lacks {sorted(missing)}: it is no whole checkpoint")
+        raise FileError(f"{path} lacks {sorted(missing)}: it is no whole checkpoint. {ANEW}")
     return Checkpoint(
         data["phase"], data["step"], data["recipe"], data["seconds"], data["log_position"], tensors, data["rest"]
     )

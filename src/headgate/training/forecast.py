@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,6 +29,8 @@ from headgate.training.screen import duration
 from headgate.training.team import Team
 
 STEPS = 4
+PREFETCHED = 2
+"""Batches that each process which decodes images has ready, at most."""
 PROCESSES = (1, 2, 4, 8)
 
 
@@ -63,6 +66,17 @@ class Forecast:
         largest = max(self.phases, key=lambda phase: phase.activation_bytes[1])
         return self.peak_bytes - largest.activation_bytes[1] + largest.activation_bytes[processes]
 
+    def as_json(self) -> dict[str, Any]:
+        """For programs: by number of processes, the time of a run and the memory of each."""
+        shared = [
+            {"processes": count, "seconds": round(self.seconds(count), 1), "bytes_each": self.memory(count)}
+            for count in self.counts()
+        ]
+        phases = [
+            {"phase": phase.name, "steps": phase.steps, "step_seconds": phase.step_seconds[1]} for phase in self.phases
+        ]
+        return {"phases": phases, "by_processes": shared}
+
     def counts(self) -> list[int]:
         """Numbers of processes that the batch can be shared by."""
         return [count for count in PROCESSES if all(count in phase.step_seconds for phase in self.phases)]
@@ -75,10 +89,9 @@ def measure(recipe: Recipe) -> Forecast:
     start = start_of(recipe, data.shape)
     if not recipe.epochs:
         raise HeadgateError("the run has no epochs, so there is nothing to measure: give --gate-epochs")
-    phases = tuple(
-        _measure_phase(name, start, data, Team(recipe.precision)) for name in PHASES if recipe.epochs_of(name)
-    )
-    return Forecast(phases, _peak_bytes())
+    team = Team(recipe.precision)
+    phases = tuple(_measure_phase(name, start, data, team) for name in PHASES if recipe.epochs_of(name))
+    return Forecast(phases, _peak_bytes(team.device))
 
 
 def _measure_phase(name: PhaseName, start: Start, data: DataSet, team: Team) -> PhaseForecast:
@@ -112,6 +125,10 @@ def _measure_steps(name: PhaseName, net: nn.Module, start: Start, data: DataSet,
     times: list[float] = []
     kept = [0]
     batches = data.train.train_batches(recipe.batch_size, seed=0, epoch=0)
+    ahead = PREFETCHED * recipe.workers
+    if data.train.steps(recipe.batch_size) > ahead + STEPS:  # what was loaded while nobody computed says nothing
+        for _ in range(ahead):
+            next(batches)
     for _ in range(STEPS + 1):
         before = time.perf_counter()
         batch = next(batches, None)
@@ -144,8 +161,12 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def _peak_bytes() -> int | None:
-    """The most memory this process has had, where the system tells it."""
+def _peak_bytes(device: torch.device) -> int | None:
+    """The most memory that tensors on a GPU have had; of the processor, this process, where the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return None
     try:
         import resource
     except ImportError:  # Windows
@@ -154,9 +175,8 @@ def _peak_bytes() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def forecast(recipe: Recipe) -> Forecast:
-    """Measure, and print what was found."""
-    found = measure(recipe)
+def show(found: Forecast, recipe: Recipe) -> None:
+    """Print what was found."""
     table = Table(title=f"{recipe.name}: forecast from {STEPS} steps of each phase", title_justify="left")
     for column in ("phase", "epochs", "steps", "ms a step", "time"):
         table.add_column(column, justify="left" if column == "phase" else "right")
@@ -169,7 +189,8 @@ def forecast(recipe: Recipe) -> Forecast:
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(
-        f"In all {duration(found.seconds())}; {_gigabytes(found.memory(1))} of memory. Evaluation is not counted."
+        f"In all {duration(found.seconds())}; {_gigabytes(found.memory(1))} of memory. "
+        "Priming, calibration and evaluation are not counted."
     )
     console.print("With more processes, each on cores of its own, sharing the batch, traffic between them not counted:")
     exchanged = max((phase.parameter_bytes for phase in found.phases), default=0) / 2**20
@@ -179,7 +200,6 @@ def forecast(recipe: Recipe) -> Forecast:
             f"{found.seconds() / found.seconds(count):.1f}× as fast; "
             f"{_gigabytes(found.memory(count))} in each; {exchanged:.1f} MB of gradients exchanged a step"
         )
-    return found
 
 
 def _gigabytes(count: int | None) -> str:

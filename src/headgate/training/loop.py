@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from headgate.data.batches import Part, Split
+from headgate.data.batches import Part, Split, eval_batch_size
 from headgate.errors import HeadgateError, NonFiniteLoss
 from headgate.exits.cascade import ExitModel
 from headgate.gated import GatedModel
@@ -31,7 +31,6 @@ from headgate.training.recipe import PHASES, PhaseName, Recipe
 from headgate.training.teacher import answers, compiled_teacher
 from headgate.training.team import Team
 
-EVAL_BATCH = 500
 DECIDED_EVERY = 50
 """Steps after which the thresholded cost is looked at again."""
 BINS = 20
@@ -188,26 +187,34 @@ def train_step(
     mixture = Mixture.draw(len(images), recipe.mix) if recipe.mix else None
     images = mixture.images(images) if mixture else images
     taught = _taught(phase.teacher, images, team)
-    logits = tensors_in(net(images))[0]
+    with _in_the_loss():
+        logits = tensors_in(net(images))[0]
     labels = mixture.labels(labels, logits.shape[1]) if mixture else labels
     distillation = Distillation(recipe.distill, recipe.distill_temperature)
     task_loss = student_loss(logits, labels, taught, distillation, recipe.label_smoothing)
     loss = task_loss + phase.net.cost_loss() if isinstance(phase.net, (GatedModel, ExitModel)) else task_loss
     if isinstance(phase.net, ExitModel):
         loss = loss + phase.net.classifier_loss(labels, recipe.label_smoothing)
-    try:
+    with _in_the_loss():
         team.backward(loss)
-    except RuntimeError as error:
-        if "finished reduction" in str(error):
-            raise HeadgateError(
-                "a parameter takes no part in the loss, which several processes can't do: "
-                "freeze it with requires_grad_(False), or train in one process"
-            ) from error
-        raise
     around.after_backward(phase.net)
     optimizer.step()
     optimizer.zero_grad()
     return float(task_loss.detach()), logits.detach()
+
+
+@contextmanager
+def _in_the_loss() -> Iterator[None]:
+    """Several processes wait for the gradient of every parameter: that one has none shows in the pass after."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        raise HeadgateError(
+            "a parameter takes no part in the loss, which several processes can't do: "
+            "freeze it with requires_grad_(False), or train in one process"
+        ) from error
 
 
 def _squeeze(
@@ -296,11 +303,12 @@ def evaluating(net: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def measure(net: nn.Module, split: Split, team: Team, batch_size: int = EVAL_BATCH) -> tuple[float, float]:
+def measure(net: nn.Module, split: Split, team: Team, batch_size: int | None = None) -> tuple[float, float]:
     """Share of a split's images classified right, and for a gated network its multiply-adds an image (else 0):
     every image counted once, whatever the number of processes."""
     right = images_seen = 0
     macs = 0.0
+    batch_size = batch_size or eval_batch_size(split)
     with evaluating(net):
         for images, labels in split.eval_batches(batch_size, rank=team.rank, processes=team.processes):
             answers = tensors_in(net(images.to(team.device)))[0].argmax(1)
@@ -312,7 +320,7 @@ def measure(net: nn.Module, split: Split, team: Team, batch_size: int = EVAL_BAT
     return right_total / max(total, 1), macs_total / max(total, 1)
 
 
-def accuracy(net: nn.Module, split: Split, team: Team, batch_size: int = EVAL_BATCH) -> float:
+def accuracy(net: nn.Module, split: Split, team: Team, batch_size: int | None = None) -> float:
     """Share of a split's images classified right."""
     return measure(net, split, team, batch_size)[0]
 
@@ -329,4 +337,4 @@ def plain_batches(split: Split, recipe: Recipe) -> Part:
     """As many training images as calibration takes, as they are: what thresholds are set on. Augmented ones are harder
     than those that will come, so fewer of them would leave early, and the thresholds would spend less than was asked.
     """
-    return Part(split, recipe.calibration_batches * recipe.batch_size, EVAL_BATCH)
+    return Part(split, recipe.calibration_batches * recipe.batch_size)

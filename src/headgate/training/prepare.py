@@ -141,7 +141,8 @@ def check(recipe: Recipe, data: DataSet, dense: nn.Module | None = None) -> None
         ) from error
     if logits.dim() != 2 or logits.shape[1] < data.classes:
         raise ModelError(
-            f'"{recipe.model}" gives {tuple(logits.shape[1:])} scores an image, but the data has {data.classes} classes'
+            f'"{recipe.model}" gives {tuple(logits.shape[1:])} scores an image, but the data has {data.classes} '
+            "classes: give the model as many outputs"
         )
     teacher = teacher_of(recipe, "tune", model, tuple(start.example.shape))
     if teacher is not None:

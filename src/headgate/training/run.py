@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from headgate.analysis.records import PACKAGES, cpu_model, versions_of, write_text
-from headgate.data.batches import Split
+from headgate.data.batches import Part, Split
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError
 from headgate.exits.cascade import ExitModel
@@ -34,7 +34,6 @@ from headgate.storage import load, save
 from headgate.training import checkpoint as checkpoints
 from headgate.training.journal import AnyJournal
 from headgate.training.loop import (
-    EVAL_BATCH,
     Interrupted,
     Phase,
     Surroundings,
@@ -123,6 +122,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------ phases
 
     def _carry_out(self, name: PhaseName, start: Start, data: DataSet, resumed: checkpoints.Checkpoint | None) -> None:
+        self._entered = time.monotonic()
         net = self._net(name, start, data).to(self.team.device)
         inside = resumed is not None and bool(resumed.tensors)
         if isinstance(net, GatedModel) and name == "gates" and self.recipe.prime_batches and not inside:
@@ -138,7 +138,6 @@ class Run:
             phase.step, phase.totals = resumed.step, Totals(**resumed.rest["totals"])
             if resumed.rest["scaler"] is not None:
                 self.team.accelerator.scaler.load_state_dict(resumed.rest["scaler"])
-        self._entered = time.monotonic()
         around = Surroundings(
             self.recipe, data.train, self.team, self.journal, lambda: self._stop, self._save_is_due, self._save,
             lambda phase: self._look(phase, data),
@@ -217,7 +216,8 @@ class Run:
 
     def _look(self, phase: Phase, data: DataSet) -> dict[str, float]:
         """Accuracy after an epoch, on held-out training images; the test set waits for the end."""
-        if not self.recipe.validation or isinstance(phase.net, (GatedModel, ExitModel)):
+        undecided = isinstance(phase.net, ExitModel) or (isinstance(phase.net, GatedModel) and not phase.net.settled)
+        if not self.recipe.validation or undecided:
             return {}
         return {"validation_accuracy": accuracy(phase.net, data.test, self.team)}
 
@@ -229,7 +229,7 @@ class Run:
             if name not in ("trained", "decided") and (self.folder / file).exists()
         }
         cascade = nets.get("cascade")
-        table = cascade.table(data.test.eval_batches(EVAL_BATCH)) if isinstance(cascade, ExitModel) else None
+        table = cascade.table(Part(data.test)) if isinstance(cascade, ExitModel) else None
         found = {
             name: measured(net, data.test, self.team, start.example) for name, net in nets.items() if net is not cascade
         }
@@ -311,7 +311,10 @@ class Run:
             if value == self._conditions.get(name):
                 continue
             if name == "images":
-                raise FileError(f"the run began with {value} training images, now there are {self._conditions[name]}")
+                raise FileError(
+                    f"the run began with {value} training images, now there are {self._conditions[name]}: "
+                    "name the data it began with (--data-dir)"
+                )
             self.journal.say(
                 f"The run began with {value} {name}, it goes on with {self._conditions[name]}: not bit-exact."
             )
@@ -388,11 +391,11 @@ def recipe_in(folder: Path) -> Recipe:
     """The recipe of a run."""
     path = folder / RECIPE
     if not path.is_file():
-        raise FileError(f"{folder} is no run: it has no {RECIPE}")
+        raise FileError(f"{folder} is no run, it has no {RECIPE}: name the folder that a run was begun in")
     try:
         return Recipe.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, TypeError) as error:
-        raise FileError(f"{path} is damaged ({error})") from error
+        raise FileError(f"{path} is damaged ({error}): begin a new run in another folder") from error
 
 
 def result_in(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 from headgate.data.sources import DataSet
 from headgate.errors import FileError
 from headgate.storage import load
-from headgate.training.forecast import forecast
+from headgate.training import forecast
 from headgate.training.journal import AnyJournal, Journal, SilentJournal
 from headgate.training.loop import Interrupted
 from headgate.training.onward import take_over
@@ -86,9 +86,15 @@ def _dense_of(earlier: Path | None, recipe: Recipe, data: DataSet) -> nn.Module 
     return None if earlier is None else load(earlier / DENSE, start_of(recipe, data.shape).architecture())
 
 
-def dry_run(folder: Path, recipe: Recipe | None, places: Mapping[str, Any] | None = None) -> None:
-    """Say how long such a run would take, and what memory it would need."""
-    forecast(_placed(folder, recipe, places or {}))
+def dry_run(
+    folder: Path, recipe: Recipe | None, places: Mapping[str, Any] | None = None, quiet: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    """How long such a run would take, and what memory it would need; printed as a table, if not `quiet`."""
+    recipe = _placed(folder, recipe, places or {})
+    found = forecast.measure(recipe)
+    if not quiet:
+        forecast.show(found, recipe)
+    return found.as_json()
 
 
 def _placed(folder: Path, recipe: Recipe | None, places: Mapping[str, Any]) -> Recipe:
