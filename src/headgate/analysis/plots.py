@@ -509,7 +509,10 @@ def exits(study: Study) -> Picture | None:
     if not found:
         return None
     rows = found["rows"]
-    figure, (upper, lower) = _new(4.2, 2, sharex=True)
+    names = [row["name"] for row in rows]
+    longest = max(map(len, names)) * LETTER_POINTS
+    crowded = longest * len(names) > POINTS_ACROSS
+    figure, (upper, lower) = _new(4.2 + (longest / 72 if crowded else 0), 2, sharex=True)
     places = np.arange(len(rows))
     upper.bar(places, [row["share"] for row in rows], color=SERIES[0], width=0.6)
     for place, row in zip(places, rows, strict=True):
@@ -523,9 +526,7 @@ def exits(study: Study) -> Picture | None:
     lower.axhline(found["accuracy"], color=SERIES[0], linewidth=1, label="the cascade")
     lower.set_ylabel("accuracy")
     lower.yaxis.set_major_formatter(_percent)
-    names = [row["name"] for row in rows]
-    crowded = max(map(len, names)) * LETTER_POINTS * len(names) > POINTS_ACROSS
-    lower.set_xticks(places, names, **({"rotation": 20, "ha": "right"} if crowded else {}))
+    lower.set_xticks(places, names, rotation=90 if crowded else 0)
     lower.set_xlim(-0.6, len(rows) - 0.4)
     _legend(figure, lower)
     return Picture("exits", "Who leaves where, and how right the answers are.", figure, ("exits",))
