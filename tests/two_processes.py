@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -44,3 +45,4 @@ def work(rank: int, folder: str) -> None:
         dist.barrier()  # who leaves while the other still talks is aborted now and then
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # threads of gloo's that outlive the group abort a process that ends by itself, now and then

@@ -124,7 +124,7 @@ def _rehearse(exits: ExitModel) -> None:
     remedy = "the forward code may remember how many images there were: write x.flatten(1) instead of x.view(n, -1)"
     for number, name in enumerate(exits.names[:-1]):
         try:
-            rest = exits.rehearse(number, images)
+            rest = exits._rehearsed(number, images)
         except HeadgateError:
             raise
         except Exception as error:

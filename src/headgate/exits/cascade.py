@@ -148,7 +148,7 @@ class ExitModel(Passing):
         return [*watching.answers, last], watching.wishes
 
     @torch.no_grad()
-    def rehearse(self, number: int, images: Tensor) -> Tensor:
+    def _rehearsed(self, number: int, images: Tensor) -> Tensor:
         """What the last exit answers to the other images where the first one leaves at exit `number`; in eval mode."""
         with self._passing(Rehearsing(self, len(images), number)):
             return tensors_in(self.model(images))[0]
