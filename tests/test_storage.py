@@ -186,6 +186,19 @@ def test_a_file_of_another_model_is_refused(kind: str, other: str, path: Path) -
         headgate.load(path, fresh)
 
 
+def test_the_same_tensors_under_other_forward_code_are_no_fit(path: Path) -> None:
+    def network(residual: bool) -> Net:
+        def run(n: Net, x: torch.Tensor) -> torch.Tensor:
+            h = n.a(x).relu()
+            return n.head((h + n.b(h) if residual else n.b(h)).relu().mean((2, 3)))  # type: ignore[no-any-return]
+
+        return Net(run, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3, padding=1), head=nn.Linear(8, 5))
+
+    headgate.save(headgate.gate(network(False), randn(1, *X), target=0.9), path)
+    with pytest.raises(headgate.FileError, match=r"does not fit this Net \(its forward code makes other gates"):
+        headgate.load(path, network(True))
+
+
 def test_a_shrunk_network_is_no_dense_architecture(path: Path) -> None:
     small = shrunk()
     headgate.save(small, path)

@@ -7,6 +7,7 @@ nothing of training loops, data sets or the command line.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import warnings
@@ -48,7 +49,7 @@ from headgate.inference.calibrate import (
 from headgate.inference.compact import CompactModel, check_images, compact, decided_otherwise
 from headgate.inference.polarise import decide_for_good_
 from headgate.inference.shrink import TOLERANCE, check_same, difference, random_like, shrink
-from headgate.inference.squeeze import Squeezed, move_state_, squeeze, write_back_
+from headgate.inference.squeeze import Squeezed, homes_in, move_state_, squeeze, write_back_
 from headgate.inference.strategies import Strategy, combine
 
 GATES_FOR_FULL_DECAY = 20
@@ -131,6 +132,7 @@ class GatedModel(Passing):
         self._last: Draw | None = None
         self._squeezed: tuple[nn.Module, Squeezed] | None = None  # the dense network, and what stands for it
         self._optimizer: Optimizer | None = None  # that trains what stands for it
+        self._homes: dict[str, int] = {}  # the groups of its parameters there
         self._arriving = tuple(
             None if site.reads is None else Channels(self._board, graph, Reader(site.layer, site.axis, site.reads))
             for site in sites
@@ -509,7 +511,8 @@ class GatedModel(Passing):
         closed = torch.from_numpy(~left)
         self.gates.close_(closed)
         if optimizer is not None:
-            move_state_(optimizer, (net, plan), (squeezed.net, squeezed.plan), _shapes(dense))
+            self._homes = (self._homes if optimizer is self._optimizer else {}) | homes_in(optimizer, net)
+            move_state_(optimizer, self._homes, (net, plan), (squeezed.net, squeezed.plan), _shapes(dense))
             for parameter in self.gate_parameters():
                 for value in optimizer.state.get(parameter, {}).values():
                     if isinstance(value, Tensor) and value.shape == closed.shape:
@@ -524,11 +527,22 @@ class GatedModel(Passing):
             dense, squeezed = self._squeezed
             write_back_(dense, squeezed)
             if self._optimizer is not None:  # training may go on
-                move_state_(self._optimizer, (squeezed.net, squeezed.plan), (dense, Plan()), _shapes(dense))
+                forms = (squeezed.net, squeezed.plan), (dense, Plan())
+                move_state_(self._optimizer, self._homes, *forms, _shapes(dense))
                 self._optimizer = None
             self.model = dense.train(self.training)
             self._squeezed = None
         return self
+
+    def _unsqueezed(self) -> GatedModel:
+        """The same with the dense network: itself, or a copy of what is squeezed, which can go on training."""
+        if self._squeezed is None:
+            return self
+        optimizer, self._optimizer = self._optimizer, None
+        try:
+            return copy.deepcopy(self).unsqueeze_()
+        finally:
+            self._optimizer = optimizer
 
     def set_gate_probabilities(self, probabilities: Mapping[str, Tensor]) -> None:
         """Import decisions made elsewhere: masks that are not named keep theirs."""
@@ -820,11 +834,12 @@ class GatedModel(Passing):
         self._tau = state.get("tau", Strategy.tau)
         if (settled := state.get("settled", self.settled)) != self.settled:
             self.settle_(settled)
+        optimizer = self._optimizer  # goes on with what is loaded
         self.unsqueeze_()
         if state.get("squeezed_to") is not None:
             left = np.zeros(self.graph.gate_count, bool)
             left[state["squeezed_to"]] = True
-            self._squeeze_to(left)  # before the tensors of its size are loaded
+            self._squeeze_to(left, optimizer)  # before the tensors of its size are loaded
 
     def _apply(self, fn: Any, recurse: bool = True) -> GatedModel:
         """Move, or change the precision of, the network behind a squeezed one too, and the example that fits them."""

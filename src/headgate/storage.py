@@ -152,7 +152,7 @@ def _without_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
 
 
 def _described_gated(model: GatedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    model.unsqueeze_()
+    model = model._unsqueezed()
     args, kwargs = as_arguments(model._example_input)
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         raise HeadgateError(
@@ -191,7 +191,10 @@ def _rebuilt_gated(
     extra = description["extra"]
     gated = gate(model, example, budget=_budget(extra, options["target"]), **options)
     tensors = tensors | {name: tensors[source] for name, source in description["aliases"].items()}
-    gated.load_state_dict({**tensors, "_extra_state": extra})
+    try:
+        gated.load_state_dict({**tensors, "_extra_state": extra})
+    except RuntimeError as error:
+        raise _other_model(path, description, model, "its forward code makes other gates") from error
     if description["rates"] is not None:
         gated._rates = torch.tensor(description["rates"])
     return gated.eval()

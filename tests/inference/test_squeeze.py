@@ -128,6 +128,11 @@ def test_saving_in_the_middle_does_not_end_the_training(tmp_path: Any) -> None:
     optimizer = gated._optimizer
     assert optimizer is not None
     headgate.save(gated, tmp_path / "gated.safetensors")
+    assert gated.model[0].out_channels == 6  # type: ignore[index]
+    loaded = headgate.load(tmp_path / "gated.safetensors", small_net())
+    assert loaded.model[0].out_channels == 8
+    x = torch.randn(4, 3, 8, 8)
+    torch.testing.assert_close(loaded(x), gated.eval()(x))
     before = {name: p.detach().clone() for name, p in gated.named_parameters()}
     (gated.train()(torch.randn(4, 3, 8, 8)).square().mean() + gated.cost_loss()).backward()
     optimizer.step()
@@ -149,10 +154,9 @@ def test_squeezing_for_little_gain_is_not_done() -> None:
     assert gated.model[0].out_channels == 8  # type: ignore[index]
 
 
-def test_what_needs_the_dense_network_gets_it_back(tmp_path: Any) -> None:
+def test_what_needs_the_dense_network_gets_it_back() -> None:
     for use in (
         lambda gated: gated.shrink(),
-        lambda gated: headgate.save(gated, tmp_path / "gated.safetensors"),
         lambda gated: gated.strategy("always_on"),
         lambda gated: gated.calibrate([torch.randn(4, 3, 8, 8)], batches=1),
     ):
@@ -168,3 +172,56 @@ def test_a_squeezed_state_goes_into_a_fresh_gated_network() -> None:
     x = torch.randn(4, 3, 8, 8)
     assert fresh.model[0].out_channels == 6  # type: ignore[index]
     torch.testing.assert_close(fresh.eval()(x), gated.eval()(x))
+
+
+def numbers_of(gated: headgate.GatedModel, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """What is in the optimizer's groups, by name."""
+    names = {parameter: name for name, parameter in gated.named_parameters()}
+    return [sorted(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
+
+
+def two_groups() -> tuple[headgate.GatedModel, torch.optim.Optimizer]:
+    """Weights with decay, biases without, as is usual; the first convolution is not trained at all."""
+    gated = trained(False, steps=1)
+    named = [(name, weight) for name, weight in gated.model.named_parameters() if not name.startswith("0.")]
+    groups = [
+        {"params": [weight for name, weight in named if name.endswith("weight")], "weight_decay": 0.1},
+        {"params": [weight for name, weight in named if name.endswith("bias")]},
+        {"params": gated.gate_parameters()},
+    ]
+    return gated, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def test_every_parameter_stays_in_its_own_group() -> None:
+    gated, optimizer = two_groups()
+    dense = numbers_of(gated, optimizer)
+    assert gated.squeeze_(0.02, optimizer, least_gain=0)
+    assert numbers_of(gated, optimizer) == dense
+    gated.unsqueeze_()
+    assert numbers_of(gated, optimizer) == dense
+
+
+def test_parameters_of_a_branch_that_died_come_back_to_their_group() -> None:
+    case = NETWORKS["residual identity"]
+    gated = gated_network(case, stream="shared", granularity="channel")
+    optimizer = torch.optim.SGD(gated.param_groups(lr=0.1))
+    dense = numbers_of(gated, optimizer)
+    mask = next(mask for mask in gated.graph.masks if mask.may_die)
+    p = torch.full((gated.graph.gate_count,), 0.7)
+    p[mask.gates] = 0.001
+    gated.gates.set_probabilities(p)
+    assert gated.squeeze_(optimizer=optimizer, least_gain=-1)
+    assert len(numbers_of(gated, optimizer)[0]) < len(dense[0])
+    p[gated.graph.masks[0].first] = 0.001
+    gated.gates.set_probabilities(p)
+    gated.squeeze_(optimizer=optimizer, least_gain=-1)
+    gated.unsqueeze_()
+    assert numbers_of(gated, optimizer) == dense
+
+
+def test_the_optimizer_goes_on_with_a_state_that_is_loaded() -> None:
+    gated, optimizer = two_groups()
+    dense = numbers_of(gated, optimizer)
+    assert gated.squeeze_(0.02, optimizer, least_gain=0)
+    gated.load_state_dict(gated.state_dict())
+    assert numbers_of(gated, optimizer) == dense

@@ -70,30 +70,41 @@ def taken(whole: Tensor, plan: Plan, name: str) -> Tensor:
     return whole.clone()
 
 
+def homes_in(optimizer: Optimizer, net: nn.Module) -> dict[str, int]:
+    """The optimizer's group of each of the network's parameters, by the number of the group; those it has."""
+    names = {parameter: dense_name(name) for name, parameter in net.named_parameters()}
+    return {
+        names[parameter]: number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter in names
+    }
+
+
 def move_state_(
-    optimizer: Optimizer, before: tuple[nn.Module, Plan], after: tuple[nn.Module, Plan],
+    optimizer: Optimizer, homes: Mapping[str, int], before: tuple[nn.Module, Plan], after: tuple[nn.Module, Plan],
     shapes: Mapping[str, torch.Size],
 ) -> None:  # fmt: skip
     """Let the optimizer go on with another form of the network: momentum follows its channels, what is gone is dropped.
 
     A form is a network and the plan that made it of the dense one (an empty plan for that one itself), whose
-    parameters have these `shapes`.
+    parameters have these `shapes`. Parameters go to the groups that are their `homes`; those without one are not the
+    optimizer's.
     """
     names = {parameter: dense_name(name) for name, parameter in before[0].named_parameters()}
     new = {dense_name(name): parameter for name, parameter in after[0].named_parameters()}
-    for group in optimizer.param_groups:
-        kept = [parameter for parameter in group["params"] if parameter not in names]  # gates
-        moved = {names[parameter]: parameter for parameter in group["params"] if parameter in names}
-        if moved:  # the weights: all that the new form has, in its order
-            kept += [parameter for parameter in new.values() if parameter.requires_grad]
-        for name, parameter in moved.items():
-            state = optimizer.state.pop(parameter, {})
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                continue
+            name, state = names[parameter], optimizer.state.pop(parameter, {})
             if state and name in new:
                 optimizer.state[new[name]] = {
                     key: _moved(value, parameter.shape, shapes[name], before[1], after[1], name)
                     for key, value in state.items()
                 }
-        group["params"] = kept
+        others = [parameter for parameter in group["params"] if parameter not in names]  # gates
+        group["params"] = others + [new[name] for name in new if homes.get(name) == number]
 
 
 def _moved(value: object, shape: torch.Size, dense_shape: torch.Size, before: Plan, after: Plan, name: str) -> object:
