@@ -214,6 +214,40 @@ def test_one_image_can_be_trained_on() -> None:
     assert all(p.grad.isfinite().all() for p in gated.gate_parameters() if p.grad is not None)
 
 
+def test_a_last_batch_of_one_image_is_calibrated_on() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", target=0.8)
+    gated.calibrate([randn(8, 3, 8, 8), randn(1, 3, 8, 8, seed=2)], batches=4)
+    assert gated.eval()(randn(2, 3, 8, 8)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_layers_may_be_called_by_keyword(kind: str) -> None:
+    """The model's own forward code runs as it is."""
+
+    def forward(by_name: bool) -> nn.Module:
+        def run(n: Net, x: Tensor) -> Tensor:
+            h = F.relu(n.a(input=x) if by_name else n.a(x))
+            h = h + (n.c(input=F.relu(n.b(input=h))) if by_name else n.c(F.relu(n.b(h))))
+            return n.head(input=h.mean((2, 3))) if by_name else n.head(h.mean((2, 3)))  # type: ignore[no-any-return]
+
+        torch.manual_seed(0)
+        return randomize_(Net(run, a=conv(3, 8), b=conv(8, 6), c=conv(6, 8), head=nn.Linear(8, 5))).eval()
+
+    nets = []
+    for by_name in (True, False):
+        gated = headgate.gate(forward(by_name), randn(1, 3, 8, 8), kind=kind, target=0.9)  # type: ignore[arg-type]
+        if kind == "dynamic":
+            nets.append(opinionated_(gated).eval())
+        else:
+            p = {name: (torch.arange(len(p)) % 2).float() for name, p in gated.gate_probabilities().items()}
+            gated.set_gate_probabilities(p)
+            nets.append(gated.eval())
+    x = randn(4, 3, 8, 8, seed=3)
+    torch.testing.assert_close(nets[0](x), nets[1](x))
+    small = nets[0].compact() if kind == "dynamic" else nets[0].shrink()
+    torch.testing.assert_close(small(x), nets[1](x), rtol=1e-4, atol=1e-5)
+
+
 def test_settled_gates_train_the_weights_only() -> None:
     gated = opinionated_(headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic")).settle_().train()
     x = randn(6, 3, 8, 8)

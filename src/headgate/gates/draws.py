@@ -273,11 +273,23 @@ def times(x: Tensor, mask: Tensor) -> Tensor:
     return product
 
 
+def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Any]:
+    """What a layer reads: its first argument, or, called by keyword, its first tensor and the name of that."""
+    if args:
+        return None, args[0]
+    return next((name, value) for name, value in kwargs.items() if isinstance(value, Tensor))
+
+
 class MaskInput(Channels):
     """Before a layer: closed channels arrive as zeros."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        return None if self.board.now() is None else (self.apply(args[0]), *args[1:])
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.board.now() is None:
+            return None
+        name, x = first_of(args, kwargs)
+        return ((self.apply(x), *args[1:]), kwargs) if name is None else (args, kwargs | {name: self.apply(x)})
 
 
 class MaskOutput(Channels):
@@ -312,10 +324,10 @@ class Decide(GateHook):
         self.board = board
         self.number = number
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         draw = self.board.now()
         if draw is not None and self.board.decide is not None:
-            self.board.decide(self.number, args[0], draw)
+            self.board.decide(self.number, first_of(args, kwargs)[1], draw)
 
 
 def attach(
@@ -338,10 +350,10 @@ def attach(
         if not any(dense_name(name) == gone or dense_name(name).startswith(f"{gone}.") for gone in replaced)
     }
     for number, site in enumerate(sites):
-        modules[site.layer].register_forward_pre_hook(Decide(board, number))
+        modules[site.layer].register_forward_pre_hook(Decide(board, number), with_kwargs=True)
     for reader in _left_of(graph.readers, left):
         if reader.layer in modules:
-            modules[reader.layer].register_forward_pre_hook(MaskInput(board, graph, reader))
+            modules[reader.layer].register_forward_pre_hook(MaskInput(board, graph, reader), with_kwargs=True)
     for writer in _left_of(graph.writers, left):
         if writer.layer in modules:
             modules[writer.layer].register_forward_hook(MaskOutput(board, graph, writer))
@@ -367,3 +379,4 @@ def detach(model: nn.Module) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, GateHook)]:
                 del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -40,7 +40,7 @@ class GateNetwork(nn.Module):
         count = self.head.out_features
         with torch.autocast(pooled_BC.device.type, enabled=False):
             hidden_BH = self.trunk(scale_gradient(pooled_BC.float(), count / gradient_scale))
-            if self.training and len(hidden_BH) == 1:  # one image has no variance
+            if self.norm.training and len(hidden_BH) == 1:  # one image has no variance
                 norm = self.norm
                 hidden_BH = nn.functional.batch_norm(
                     hidden_BH, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from headgate.errors import ModelError
+from headgate.gates.draws import first_of
 from headgate.gates.dynamic import pooled
 from headgate.graph.sites import Site
 from headgate.graph.trace import as_arguments, batch_size_of
@@ -70,7 +71,9 @@ def _one(images: Any, number: int) -> Any:
 def _seen_at(model: nn.Module, module: nn.Module, site: Site, images: Any, count: int) -> Tensor:
     """What the gates of a site would look at: (images, channels)."""
     seen: list[Tensor] = []
-    hook = module.register_forward_pre_hook(lambda _, args: seen.append(pooled(args[0], site, count)))
+    hook = module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(pooled(first_of(args, kwargs)[1], site, count)), with_kwargs=True
+    )
     try:
         args, kwargs = as_arguments(images)
         model(*args, **kwargs)

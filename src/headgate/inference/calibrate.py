@@ -205,6 +205,19 @@ def endless(loader: Iterable[Any], batches: int, names: Sequence[str] = ()) -> I
             raise HeadgateError("the loader is empty: calibrate needs at least one batch")
 
 
+def _run_many(run: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
+    """A pass in which BatchNorm looks at its batch."""
+    try:
+        run(*inputs)
+    except ValueError as error:
+        if len(inputs[0]) != 1:
+            raise
+        raise HeadgateError(
+            f"BatchNorm can't be estimated on a batch of one image ({error}): "
+            "leave out a last batch that is so small (DataLoader(…, drop_last=True))"
+        ) from error
+
+
 def reestimate_batchnorm(
     model: nn.Module, run: Callable[..., Any], loader: Iterable[Any], batches: int = 200, names: Sequence[str] = ()
 ) -> int:  # fmt: skip
@@ -227,7 +240,7 @@ def reestimate_batchnorm(
         device = next(model.parameters()).device
         with torch.no_grad():
             for inputs in endless(loader, batches, names):
-                run(*(tensor.to(device) for tensor in inputs))
+                _run_many(run, [tensor.to(device) for tensor in inputs])
     except BaseException:
         for norm, before in zip(norms, statistics, strict=True):
             for name, buffer in norm.named_buffers():
