@@ -234,6 +234,22 @@ def test_a_shrunk_network_can_be_exported(name: str, stream: str) -> None:
     assert difference(small(*batch), exported(*batch)) < 1e-6
 
 
+def test_batchnorm_is_not_folded_into_layers_that_change_their_weight() -> None:
+    class Standardized(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            lengths = self.weight.flatten(1).norm(dim=1)
+            return self._conv_forward(x, self.weight / lengths[:, None, None, None], self.bias)
+
+    headgate.register_rule(Standardized, headgate.rules.Mixing())
+    net = nn.Sequential(
+        Standardized(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(96, 5)
+    )  # fmt: skip
+    gated = decide_(headgate.gate(randomize_(net).eval(), randn(1, 3, 8, 8), target=1.0), 0.5, 0)
+    small = gated.shrink(fold_batchnorm=True)
+    assert isinstance(small[1], nn.BatchNorm2d) and isinstance(small[4], nn.Identity)
+    assert difference(gated(randn(2, 3, 8, 8)), small(randn(2, 3, 8, 8))) < 1e-4
+
+
 @pytest.mark.parametrize("stream", ["shared", "indexed"])
 def test_onnx_runtime_computes_the_same(stream: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")

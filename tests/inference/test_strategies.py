@@ -124,6 +124,14 @@ def test_combining_by_hand() -> None:
     assert combine([a, b], "vote").argmax() == 1, "equal votes are settled by the mean"
 
 
+def test_votes_are_counted_place_by_place() -> None:
+    """Class scores of every pixel: the classes stay where they were."""
+    scores = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(0))
+    voted = combine([scores, scores, -scores], "vote")
+    assert voted.shape == scores.shape
+    assert torch.equal(voted.argmax(1), scores.argmax(1))
+
+
 def test_sweeping_tau_gives_accuracy_and_cost_and_changes_nothing() -> None:
     gated = gated_network().train()
     gated.eval()

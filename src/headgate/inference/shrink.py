@@ -172,12 +172,17 @@ def _fold(small: nn.Module, graph: ChannelGraph, plan: Plan) -> list[tuple[str, 
         if {names[0]} & set(plan.behind) or {names[1]} & set(plan.before):
             continue
         layer, norm = (small.get_submodule(by_name[name]) for name in names)
-        if isinstance(layer, FOLDABLE) and isinstance(norm, _BatchNorm) and norm.running_var is not None:
+        if _foldable(layer) and isinstance(norm, _BatchNorm) and norm.running_var is not None:
             _fold_pair(layer, norm)
             owner, _, leaf = by_name[names[1]].rpartition(".")
             setattr(small.get_submodule(owner), leaf, nn.Identity())
             folded.append(names)
     return folded
+
+
+def _foldable(layer: nn.Module) -> bool:
+    """A layer of ours or of PyTorch's; what a class derived from them makes of its weight is not known."""
+    return any(isinstance(layer, kind) and type(layer).forward is kind.forward for kind in FOLDABLE)
 
 
 def _same_channels(graph: ChannelGraph, layer: str, norm: str) -> bool:

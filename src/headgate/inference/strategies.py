@@ -57,6 +57,6 @@ def combine(outputs: list[Tensor], how: Literal["mean", "vote"]) -> Tensor:
     stacked = torch.stack([output.float() for output in outputs])
     if how == "mean":
         return stacked.log_softmax(2).logsumexp(0) - torch.log(torch.tensor(float(len(outputs))))
-    votes = torch.nn.functional.one_hot(stacked.argmax(2), stacked.shape[2]).float().mean(0)
+    votes = torch.nn.functional.one_hot(stacked.argmax(2), stacked.shape[2]).float().movedim(-1, 2).mean(0)
     # equal votes are settled by the mean probability, which stays far below one vote
     return torch.log(votes + 1e-3 * stacked.softmax(2).mean(0) / len(outputs))
