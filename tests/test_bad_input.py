@@ -515,7 +515,10 @@ def test_options_of_other_types(options: dict[str, Any], says: str) -> None:
         ("ensemble", {"runs": "5"}, "runs='5' is no whole number"),
         ("sample", {"generator": 42}, r"generator=42 is no generator: pass torch.Generator\(\).manual_seed"),
         ("threshold", {"tau": None}, "tau=None is no number between 0 and 1"),
-        ("threshold", {"taus": 0.4}, "does not take 'taus': options are tau, generator, runs, combine"),
+        ("threshold", {"taus": 0.4}, "does not take 'taus': its options are tau"),
+        ("threshold", {"runs": 3}, "does not take 'runs': its options are tau"),
+        ("always_on", {"tau": 0.9}, "does not take 'tau': it has none"),
+        ("sample", {"runs": 4}, "does not take 'runs': its options are generator"),
     ],
 )
 def test_options_of_a_strategy_are_refused_at_once(name: str, options: dict[str, Any], says: str) -> None:
@@ -535,3 +538,55 @@ def test_gates_that_cost_more_than_they_save_are_not_helped_by_a_target() -> Non
     with pytest.raises(headgate.TargetError, match="kind='static', or larger gates") as raised:
         headgate.gate(net, randn(2, 6), kind="dynamic", target=0.9)
     assert "higher target" not in str(raised.value)
+
+
+def test_a_budget_can_be_given_to_several_models() -> None:
+    """What one model does with it is not seen by the next."""
+    budget = headgate.Budget(0.5, ramp_steps=4)
+    for _ in range(2):
+        gated = headgate.gate(small(), torch.randn(1, 3, 8, 8), budget=budget)
+        for _ in range(6):
+            gated(torch.randn(2, 3, 8, 8))
+            gated.cost_loss()
+        assert gated.budget.step == 6
+    assert budget.step == 0 and budget.start_cost is None
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["shared out", "compiled"])
+def test_wrapped_models_are_gated_saved_and_loaded(wrap: Any, tmp_path: Any) -> None:
+    plain = small()
+    gated = headgate.gate(wrap(plain), torch.randn(1, 3, 8, 8), target=0.6).eval()
+    assert list(gated.gate_probabilities()) == list(headgate.gate(plain, torch.randn(1, 3, 8, 8)).gate_probabilities())
+    made = gated.project().shrink()
+    headgate.save(made, tmp_path / "small.safetensors")
+    x = torch.randn(2, 3, 8, 8)
+    for fresh in (small(), wrap(small())):
+        assert torch.equal(headgate.load(tmp_path / "small.safetensors", fresh)(x), made(x))
+    exits = headgate.add_exits(wrap(plain), torch.randn(1, 3, 8, 8), ["1"], target=1.0)
+    headgate.save(exits, tmp_path / "exits.safetensors")
+    assert torch.equal(headgate.load(tmp_path / "exits.safetensors", small())(x), exits.eval()(x))
+
+
+@pytest.mark.parametrize("example", [(torch.randn(1, 3, 8, 8), torch.randn(1, 4)), [], {"x": 1}])
+def test_exits_of_a_model_that_takes_no_single_tensor(example: Any) -> None:
+    with pytest.raises(headgate.ModelError, match="called with one tensor"):
+        headgate.add_exits(small(), example, ["1"])
+
+
+def test_one_tensor_may_come_in_a_list() -> None:
+    assert headgate.add_exits(small(), [torch.randn(1, 3, 8, 8)], ["1"], target=1.0).names[0] == "1"  # type: ignore[arg-type]
+
+
+def test_a_spread_that_is_no_number_changes_no_gate() -> None:
+    gated = headgate.gate(small(), torch.randn(1, 3, 8, 8))
+    with pytest.raises(headgate.HeadgateError, match="spread=nan"):
+        gated.prime_([(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))], spread=float("nan"))
+
+
+def test_only_networks_are_saved(tmp_path: Any) -> None:
+    with pytest.raises(headgate.HeadgateError, match="a str is no network"):
+        headgate.save("x", tmp_path / "x.safetensors")  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from headgate.errors import HeadgateError, ModelError, NothingToGate, TargetError
 from headgate.gated import GatedModel
-from headgate.gates.budget import Budget, check_budget_, parse_target
+from headgate.gates.budget import Budget, own_budget, parse_target
 from headgate.gates.cost import Rates
 from headgate.gates.dynamic import DynamicGates
 from headgate.gates.folding import check_folding
@@ -25,6 +25,7 @@ from headgate.graph.analyse import Settings, StreamForm, analyse, check_model, c
 from headgate.graph.grouping import ChannelGraph, Granularity
 from headgate.graph.sites import find_sites, folded_readers
 from headgate.graph.trace import stripped_copy
+from headgate.graph.wrapped import unwrapped
 from headgate.inference.calibrate import least_decisions
 
 
@@ -61,11 +62,13 @@ def gate(
     if rates is not None and loss != "per_gate":
         raise HeadgateError(f"rates=… are those of loss='per_gate': leave them out with loss={loss!r}")
     settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
     _check_model(model, static)
     graph = analyse(model, example_input, settings)
     _check_masks(graph, model)
     share = parse_target(target, graph.dense_macs)
-    check_budget_(budget, share, graph.dense_macs)
+    budget = own_budget(budget, share, graph.dense_macs)
     sites = find_sites(graph, static) if kind == "dynamic" else ()
     if kind == "dynamic" and not sites:
         raise NothingToGate("no gate of this model finds an input to look at: use kind='static'")
@@ -141,7 +144,8 @@ def inspect(
     stream: StreamForm = "shared",
 ) -> ChannelGraph:
     """What channels a model has, what they cost, what can be gated, and why the rest can't."""
-    return analyse(model, example_input, _settings(granularity, frozen, stream))
+    whole = unwrapped(model) if isinstance(model, nn.Module) else model
+    return analyse(whole, example_input, _settings(granularity, frozen, stream))
 
 
 def _settings(granularity: Granularity, frozen: Sequence[str], stream: StreamForm) -> Settings:

@@ -24,6 +24,7 @@ from headgate.gates.budget import Budget
 from headgate.gating import gate
 from headgate.graph.plan import Plan, fingerprint, restructure
 from headgate.graph.trace import as_arguments, stripped_copy
+from headgate.graph.wrapped import unwrapped
 from headgate.inference.compact import CompactModel
 from headgate.inference.files import read, write
 from headgate.inference.shrink import ORIGIN_ATTRIBUTE, PLANS_ATTRIBUTE, assign
@@ -34,6 +35,8 @@ INNER, OWN = "inner.", "exits."
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a shrunk, gated or plain network, or one with exits, to a safetensors file."""
+    if not isinstance(model, nn.Module):
+        raise HeadgateError(f"save takes a network and a path, in this order: a {type(model).__name__} is no network")
     tensors, description = _described(model)
     write(path, tensors, description)
 
@@ -43,12 +46,12 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module) or isinstance(model, (GatedModel, ExitModel)):
         raise HeadgateError("load takes a fresh instance of the original, dense architecture as its second argument")
     tensors, description = read(path)
-    return _rebuilt(path, tensors, description, model)
+    return _rebuilt(path, tensors, description, unwrapped(model))
 
 
 def _described(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A network's tensors, and how to build it again."""
-    model = _unwrapped(model)
+    model = unwrapped(model)
     if isinstance(model, CompactModel):
         raise HeadgateError(
             "a compact network is made anew from the gated one: save that, and call compact() after load"
@@ -76,17 +79,6 @@ def _check_tensors(model: nn.Module) -> None:
         inner = isinstance(model, ExitModel) and name.startswith("model.")  # looked at by itself
         if not (isinstance(value, Tensor) or inner or name == own):
             raise HeadgateError(f"`{name}` is no tensor, and a file holds tensors only: save the state_dict() yourself")
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The network itself, whoever compiled it or shared it out."""
-    while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
 
 
 def _rebuilt(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,14 @@ from headgate.exits.cascade import ExitModel
 from headgate.exits.cuts import CHANNELS, check_sides, find_cuts, gates_at, segments_between
 from headgate.exits.heads import MakeHead, head_macs, head_maker, made_head
 from headgate.gated import GatedModel
-from headgate.gates.budget import Budget, check_budget_, parse_target
+from headgate.gates.budget import Budget, own_budget, parse_target
 from headgate.gates.draws import Channels
 from headgate.gates.dynamic import GateNetwork
 from headgate.gates.gumbel import Backward, Relaxation
 from headgate.graph.analyse import check_module_names
 from headgate.graph.macs import traced_macs
-from headgate.graph.trace import ModuleSpan, stripped_copy, tensors_in
+from headgate.graph.trace import ModuleSpan, as_arguments, stripped_copy, tensors_in
+from headgate.graph.wrapped import unwrapped
 from headgate.inference.shrink import TOLERANCE, difference, random_like
 
 LEAVES_AT_FIRST = 0.1
@@ -53,8 +55,9 @@ def add_exits(
     exit answers as the model always did. `temperature`, `hard` and `backward` are those of `headgate.gate`.
     """
     _check_places(at)
+    example_input = _one_tensor(example_input)
     make_head, relaxation = head_maker(head), Relaxation(temperature, hard, backward)
-    copied = _copied(model)
+    copied = _copied(unwrapped(model) if isinstance(model, nn.Module) else model)
     if isinstance(copied, GatedModel):
         network, recorded = copied.model, copied.graph.trace
         costs = {item.name: item.macs for item in copied.graph.costs}
@@ -63,7 +66,7 @@ def add_exits(
         recorded, costs = traced_macs(copied, example_input)
     check_module_names(at, dict(network.named_modules()), "at")
     share = parse_target(target, sum(costs.values()))
-    check_budget_(budget, share, sum(costs.values()))
+    budget = own_budget(budget, share, sum(costs.values()))
     spans = find_cuts(recorded, at)
     classes = _classes(copied, example_input)
     channels = [span.outputs[0].shape[CHANNELS] for span in spans]
@@ -93,6 +96,18 @@ def _masks(model: nn.Module, spans: Sequence[ModuleSpan]) -> list[Channels | Non
         return [None] * len(spans)
     readers = [gates_at(model.graph, span) for span in spans]
     return [None if reader is None else Channels(model._board, model.graph, reader) for reader in readers]
+
+
+def _one_tensor(example_input: Any) -> Tensor:
+    """The example of a model that takes one tensor; images that leave are taken out of no other."""
+    args, kwargs = as_arguments(example_input)
+    given = tensors_in((args, kwargs))
+    if len(given) != 1 or len(args) + len(kwargs) != 1:
+        raise ModelError(
+            f"exits need a model that is called with one tensor, the images: this example has {len(given)}. "
+            "Wrap the model so that it takes one"
+        )
+    return given[0]
 
 
 def _check_places(at: Sequence[str]) -> None:
@@ -139,8 +154,8 @@ def _copied(model: nn.Module) -> nn.Module:
     if isinstance(model, ExitModel):
         raise ModelError("the model has exits already: name all of them at once, from `exits.model`")
     if isinstance(model, GatedModel):
-        model.unsqueeze_()
-        return copy.deepcopy(model)
+        dense = model._unsqueezed()
+        return copy.deepcopy(model) if dense is model else dense
     return stripped_copy(model, to_meta=False)
 
 

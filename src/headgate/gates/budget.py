@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +40,7 @@ def parse_target(target: float | str, dense_macs: int) -> float:
         number = float(match[1])
         meant_as_share = not match[2] and number < LEAST_MACS
         share = number if meant_as_share else number * UNITS[match[2].upper()] / dense_macs
-        shown = f"target={target!r} is {share:.3g} of the network's {dense_macs:,} MACs"
+        shown = f"target={target!r} is {share:.3g} times the network's {dense_macs:,} MACs"
     else:
         share = float(target)
         shown = f"target={target!r}"
@@ -119,13 +119,16 @@ class Budget:
         vars(self).update(state)
 
 
-def check_budget_(budget: Budget | None, share: float, dense_macs: int) -> None:
-    """A budget must have the model's target; one that is given in MACs becomes a share."""
+def own_budget(budget: Budget | None, share: float, dense_macs: int) -> Budget | None:
+    """A model's own budget, made from the one that is given, which may be given to other models too. It must have the
+    model's target; one that is given in MACs becomes a share."""
     if budget is None:
-        return
+        return None
     if not isinstance(budget, Budget):
         raise HeadgateError(f"budget={budget!r}: pass headgate.Budget(target, ramp_steps=…), or leave it out")
-    if isinstance(budget.target, str):
-        budget.target = parse_target(budget.target, dense_macs)
-    if budget.target != share:
+    own = replace(budget)
+    if isinstance(own.target, str):
+        own.target = parse_target(own.target, dense_macs)
+    if own.target != share:
         raise TargetError(f"the budget's target {budget.target} is not the model's {share}: give both the same")
+    return own

@@ -45,7 +45,9 @@ class Relaxation:
     backward: Backward = "sample"
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        if not isinstance(self.hard, bool):
+            raise HeadgateError(f"hard={self.hard!r}: it is True (gates are 0 or 1) or False (soft samples)")
+        if not isinstance(self.temperature, (int, float)) or not self.temperature > 0:
             raise HeadgateError(f"temperature={self.temperature}: it must be above 0 (the paper uses 1.0)")
         if self.backward not in ("probability", "sample"):
             raise HeadgateError(f'backward={self.backward!r}: use "probability" or "sample"')
