@@ -187,6 +187,30 @@ def test_every_kind_of_image_becomes_rgb(root, mode) -> None:
     assert images.shape == (4, 3, 16, 16)
 
 
+def test_sixteen_bits_of_grey_are_scaled_and_not_cut_off(tmp_path) -> None:
+    ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64)
+    Image.fromarray(ramp.astype(np.uint16)).save(tmp_path / "deep.png")
+    Image.fromarray((ramp / 257).round().astype(np.uint8)).save(tmp_path / "plain.png")
+    deep, plain = (folder_module.decode(str(tmp_path / name), CentreView(32), 0) for name in ("deep.png", "plain.png"))
+    assert int(deep.min()) < 40 and int(deep.max()) > 200
+    assert np.abs(deep.astype(int) - plain).max() <= 1
+
+
+def test_values_without_a_range_are_refused(tmp_path) -> None:
+    Image.fromarray(np.zeros((8, 8), np.float32)).save(tmp_path / "float.tiff")
+    with pytest.raises(FileError, match=r"float\.tiff.*have no range"):
+        folder_module.decode(str(tmp_path / "float.tiff"), CentreView(8), 0)
+
+
+def test_hidden_folders_and_links_that_lead_back_hold_no_images(root) -> None:
+    before = len(list_images(root / "train").files)
+    some = next(folder for folder in sorted((root / "train").iterdir()) if folder.is_dir())
+    (some / ".ipynb_checkpoints").mkdir()
+    random_image(0).save(some / ".ipynb_checkpoints" / "a-checkpoint.png")
+    (some / "loop").symlink_to(some, target_is_directory=True)
+    assert len(list_images(root / "train").files) == before
+
+
 def test_values_are_the_normalised_pixels(root) -> None:
     images, labels = next(opened(root, normalization="cifar10").test.eval_batches(6))
     with Image.open(root / "val" / "cat" / "0.png") as file:

@@ -69,15 +69,19 @@ def list_images(folder: Path, class_names: tuple[str, ...] | None = None) -> Lis
 
 
 def _files_below(folder: Path) -> list[str]:
-    files = sorted(
-        os.path.join(where, name)
-        for where, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if os.path.splitext(name)[1].lower() in SUFFIXES and not _hidden(name)
-    )
+    files, seen = [], set()
+    for where, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(where)
+        if real in seen:  # a link that leads back
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not _hidden(name)]
+        good = [name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES and not _hidden(name)]
+        files += [os.path.join(where, name) for name in good]
     if not files:
         raise FileError(f"{folder}: has no images ({', '.join(sorted(SUFFIXES))}): add some, or remove the folder")
-    return files
+    return sorted(files)
 
 
 def _hidden(name: str) -> bool:
@@ -159,12 +163,23 @@ def _pil() -> Any:
     return Image
 
 
+def _rgb(image: Image) -> Image:
+    """In three colours of eight bits each; grey values of sixteen bits are scaled, not cut off."""
+    sixteen_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
+    if sixteen_bits:
+        grey = np.asarray(image).astype(np.float64) / 257
+        return _pil().fromarray(grey.round().astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its values, of PIL's mode {image.mode}, have no range: make them 8 or 16 bits wide")
+    return image.convert("RGB")
+
+
 def decode(file: str, view: View, place: int) -> NDArray[np.uint8]:
     """The view of an image file as pixels, height × width × 3."""
     pil = _pil()
     try:
         with pil.open(file) as image:
-            return np.asarray(view(image.convert("RGB"), place))
+            return np.asarray(view(_rgb(image), place))
     except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
         raise FileError(f"{file}: can't be read as an image ({error}): replace or remove it") from error
 

@@ -95,7 +95,7 @@ def _digits(split: Literal["train", "test"], size: int) -> InMemory:
 def _open_cifar10(name: str, wishes: _Wishes) -> DataSet:
     side = cifar10.SHAPE[1]
     if wishes.size not in (None, side):
-        raise HeadgateError(f"size={wishes.size}: the images of cifar10 are {side}×{side} pixels; leave size out")
+        raise HeadgateError(f"images of {wishes.size} pixels: those of cifar10 are {side}×{side}; leave their size out")
     normalization = normalization_named(wishes.normalization or DEFAULT_NORMALIZATION)
 
     def split(which: Literal["train", "test"], augmentation: CropAndFlip | None) -> InMemory:
