@@ -37,6 +37,7 @@ from headgate.graph.grouping import ChannelGraph, Reader
 from headgate.graph.plan import Plan
 from headgate.graph.trace import tensors_in
 from headgate.inference.calibrate import (
+    Takes,
     endless,
     inputs_of,
     labelled,
@@ -50,7 +51,7 @@ from headgate.inference.compact import CompactModel, check_images, compact, deci
 from headgate.inference.polarise import decide_for_good_
 from headgate.inference.shrink import TOLERANCE, check_same, difference, random_like, shrink
 from headgate.inference.squeeze import Squeezed, homes_in, move_state_, squeeze, write_back_
-from headgate.inference.strategies import Strategy, combine
+from headgate.inference.strategies import OPTIONS, Strategy, combine
 
 GATES_FOR_FULL_DECAY = 20
 """The paper's rule: gates get 20/|G| of the usual weight decay (and never more than the usual)."""
@@ -237,7 +238,7 @@ class GatedModel(Passing):
         self.eval()
         try:
             for batch in itertools.islice(loader, batches):
-                self._run_inputs(*(each.to(device) for each in inputs_of(batch, self._names)))
+                self._run_inputs(*(each.to(device) for each in inputs_of(batch, self._takes)))
                 assert self._last is not None
                 gates_BG = self._last.gates_BG
                 opened_G += gates_BG.sum(0).cpu().numpy()
@@ -469,10 +470,12 @@ class GatedModel(Passing):
         """
         if not 0 < probability < 1:
             raise HeadgateError(f"probability={probability}: it must be between 0 and 1, e.g. 0.95")
+        if not 0 <= spread < math.inf:
+            raise HeadgateError(f"spread={spread}: it is the deviation of the gates' logits, 0 or more, e.g. 1.5")
         self.unsqueeze_()
         training = self.training
         try:
-            given = (labelled(batch, self._names) for batch in itertools.islice(loader, batches))
+            given = (labelled(batch, self._takes) for batch in itertools.islice(loader, batches))
             worth_G = worth(self.eval().model, self._ledger, self._board, given, self._arguments)
         finally:
             self.train(training)
@@ -597,9 +600,15 @@ class GatedModel(Passing):
         training = self.training
         try:
             if self.dynamic is None:
+                before = self._strategy, self.decisions.clone()  # type: ignore[operator]
                 self.project(round_to).eval()
                 if batchnorm:
-                    reestimate_batchnorm(self.model, self._run_inputs, loader, batches, self._names)
+                    try:
+                        reestimate_batchnorm(self.model, self._run_inputs, loader, batches, self._takes)
+                    except BaseException:
+                        self._strategy = before[0]
+                        self.decisions.copy_(before[1])  # type: ignore[operator]
+                        raise
             else:
                 if round_to != 1:
                     raise HeadgateError(f"round_to={round_to}: gates that depend on the input leave no widths to round")
@@ -640,7 +649,7 @@ class GatedModel(Passing):
         if batches < 1:
             raise HeadgateError(f"batches={batches}: a threshold is found on at least one batch")
         rounds = _Rounds(loader)
-        data = endless(rounds, batches, self._names)
+        data = endless(rounds, batches, self._takes)
         probe: list[tuple[Any, ...]] = []
         for inputs in data:
             if rounds.begun > 1:
@@ -665,6 +674,11 @@ class GatedModel(Passing):
     def _names(self) -> tuple[str, ...]:
         """Of the model's arguments, where the example gave them by name."""
         return tuple(self._example_input) if isinstance(self._example_input, Mapping) else ()
+
+    @property
+    def _takes(self) -> Takes:
+        """What the example was of."""
+        return Takes(tuple(tensor.dim() for tensor in tensors_in(self._example_input)), self._names)
 
     def _arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """What was found in a loader's batch, as the model takes it."""
@@ -702,7 +716,7 @@ class GatedModel(Passing):
         device = next(self.parameters()).device
         right, total, macs = 0, 0, 0.0
         for batch in loader:
-            inputs, labels = labelled(batch, self._names)
+            inputs, labels = labelled(batch, self._takes)
             answers = tensors_in(self._run_inputs(*(each.to(device) for each in inputs)))[0].argmax(1)
             right += int((answers.to(labels.device) == labels).sum())
             total += len(answers)
@@ -873,8 +887,9 @@ class _Rounds:
 def _checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """A strategy's options, each of the kind that it must be."""
     for option, value in options.items():
-        if option not in OPTION_KINDS:
-            raise HeadgateError(f"strategy {name!r} does not take {option!r}: options are {', '.join(OPTION_KINDS)}")
+        if option not in (own := OPTIONS.get(name, tuple(OPTION_KINDS))):
+            told = f"its options are {', '.join(own)}" if own else "it has none"
+            raise HeadgateError(f"strategy {name!r} does not take {option!r}: {told}")
         kinds, what = OPTION_KINDS[option]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise HeadgateError(f"strategy {name!r}: {option}={value!r} is no {what}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -263,6 +264,45 @@ def test_models_with_several_inputs_are_calibrated(kind: str) -> None:
     gated(*batches[0][0])
     assert gated.macs() <= 0.6 * gated.dense_macs * (1.2 if kind == "dynamic" else 1)
     assert gated.sweep_tau(batches, (0.5,))[0].accuracy >= 0
+
+
+def test_further_inputs_of_a_batch_are_not_dropped() -> None:
+    """(first, second, labels), as a TensorDataset gives them, is the same as ((first, second), labels)."""
+
+    def forward(n: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        deep = F.relu(n.norm(n.c(F.relu(n.a(x if mask is None else x * mask)))))
+        return n.head(deep.mean((2, 3)))  # type: ignore[no-any-return]
+
+    def calibrated(loader: list[Any]) -> Tensor:
+        torch.manual_seed(0)
+        net = randomize_(Net(forward, a=conv(3, 8), c=conv(8, 8), norm=nn.BatchNorm2d(8), head=head(8)))
+        gated = headgate.gate(net, (randn(1, *X), randn(1, *X)), target=0.9)
+        gated.calibrate(loader, batches=2)
+        gated.prime_(loader, 2)
+        gated.sweep_tau(loader, (0.5,))
+        return gated.model.norm.running_mean.clone()
+
+    rows = [(randn(6, *X, seed=n), (randn(6, *X, seed=n + 9) > 0).float(), torch.arange(6) % 5) for n in range(2)]
+    assert torch.equal(calibrated([row for row in rows]), calibrated([((x, mask), y) for x, mask, y in rows]))
+    with pytest.raises(HeadgateError, match=r"takes 2 tensors.*\(first, second, labels\)"):
+        calibrated([(x, y) for x, _, y in rows])
+
+
+def test_every_image_counts_alike_in_statistics() -> None:
+    gated = headgate.gate(gated_network(target=1.0).model, randn(1, *X), target=1.0)
+    data = [randn(16, *X), randn(1, *X, seed=3) * 9, randn(3, *X, seed=4) + 2]
+    one, other = copy.deepcopy(gated).calibrate(data, batches=3), gated.calibrate([torch.cat(data)], batches=1)
+    first = next(name for name, module in gated.model.named_modules() if isinstance(module, nn.BatchNorm2d))
+    means = [each.model.get_submodule(first).running_mean for each in (one, other)]
+    torch.testing.assert_close(*means, rtol=1e-4, atol=1e-5)
+
+
+def test_a_calibration_that_fails_decides_nothing() -> None:
+    gated = gated_network(target=0.5).eval()
+    before = gated.decisions.clone()
+    with pytest.raises(HeadgateError, match="empty"):
+        gated.calibrate([])
+    assert torch.equal(gated.decisions, before) and gated._strategy.name == "threshold"
 
 
 def test_batches_with_names_and_without_labels() -> None:

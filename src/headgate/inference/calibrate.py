@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ def project(
 
     low, high = int(least.sum()), len(order)
     if cost.decided_macs(first(low)) > target_macs:
-        raise TargetError(_unreachable(cost, first(low), target_macs))
+        raise TargetError(_unreachable(cost, first(low), target_macs, rounding=round_to > 1))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if cost.decided_macs(first(middle)) <= target_macs else (low, middle - 1)
@@ -93,12 +93,12 @@ def _sigmoid(logit: float) -> float:
     return 1 / (1 + math.exp(-logit))
 
 
-def _unreachable(cost: Cost, least: Decisions, target_macs: int) -> str:
+def _unreachable(cost: Cost, least: Decisions, target_macs: int, rounding: bool = False) -> str:
     floor = cost.decided_macs(least)
     return (
         f"the target of {target_macs:,} MACs ({target_macs / cost.dense_macs:.3f} of the network) can't be reached: "
         f"with all gates closed that may close it costs {floor:,} ({floor / cost.dense_macs:.3f}). "
-        "Choose a higher target, or freeze less"
+        f"Choose a higher target, {'round widths less (round_to), ' if rounding else ''}or freeze less"
     )
 
 
@@ -144,19 +144,44 @@ def rounded(
     return result
 
 
-def inputs_of(batch: Any, names: Sequence[str] = ()) -> tuple[Any, ...]:
+class Takes(NamedTuple):
+    """What a model is called with: tensors of how many dimensions each, and by which names, if by any."""
+
+    dims: tuple[int, ...] = (4,)
+    names: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.dims)
+
+    def fit(self, given: Sequence[Any]) -> bool:
+        """Whether these can be what the model takes; several are told from labels by their dimensions."""
+        if not given or len(given) < self.count or not all(isinstance(tensor, Tensor) for tensor in given):
+            return False
+        return self.count == 1 or all(tensor.dim() == dim for tensor, dim in zip(given, self.dims, strict=False))
+
+
+ONE = Takes()
+
+
+def inputs_of(batch: Any, takes: Takes = ONE) -> tuple[Any, ...]:
     """The model's arguments in a loader's batch: a tensor, or (images, labels), or {"image": …}; where the model takes
-    several, ((first, second), labels), or if it takes them by these names, {"first": …, "second": …}."""
-    if names and isinstance(batch, dict) and all(name in batch for name in names):
-        return tuple(batch[name] for name in names)
-    if isinstance(batch, Tensor):
+    several, ((first, second), labels) or (first, second, labels), or if it takes them by names, {"first": …, …}."""
+    if takes.names and isinstance(batch, dict) and all(name in batch for name in takes.names):
+        return tuple(batch[name] for name in takes.names)
+    if isinstance(batch, Tensor) and takes.count == 1:
         return (batch,)
     if isinstance(batch, (tuple, list)) and batch:
-        first = batch[0]
-        if isinstance(first, Tensor):
-            return (first,)
-        if isinstance(first, (tuple, list)) and first and all(isinstance(tensor, Tensor) for tensor in first):
+        first = batch[: takes.count]
+        if isinstance(batch[0], (tuple, list)):
+            first = batch[0]
+        if takes.fit(first):
             return tuple(first)
+    if takes.count > 1:
+        raise HeadgateError(
+            f"the model takes {takes.count} tensors, and a loader's batch, a {type(batch).__name__}, does not begin "
+            "with them: yield ((first, second), labels), or (first, second, labels)"
+        )
     if isinstance(batch, dict):
         for key in ("image", "images", "pixel_values", "input", "inputs", "x"):
             if isinstance(batch.get(key), Tensor):
@@ -166,16 +191,17 @@ def inputs_of(batch: Any, names: Sequence[str] = ()) -> tuple[Any, ...]:
     )
 
 
-def labelled(batch: Any, names: Sequence[str] = ()) -> tuple[tuple[Any, ...], Tensor]:
+def labelled(batch: Any, takes: Takes = ONE) -> tuple[tuple[Any, ...], Tensor]:
     """The model's arguments and the labels in a loader's batch: (images, labels), or {"image": …, "label": …}."""
     labels = None
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        labels = batch[1]
+    if isinstance(batch, (tuple, list)) and batch:
+        inputs = 1 if isinstance(batch[0], (tuple, list)) else takes.count
+        labels = batch[inputs] if len(batch) == inputs + 1 else None
     elif isinstance(batch, dict):
         labels = next((batch[key] for key in ("label", "labels", "target", "targets", "y") if key in batch), None)
     if not isinstance(labels, Tensor):
-        raise HeadgateError("accuracy is judged by labels: give a loader of (images, labels)")
-    return inputs_of(batch, names), labels
+        raise HeadgateError("no labels are found in a loader's batch: give a loader of (images, labels)")
+    return inputs_of(batch, takes), labels
 
 
 def _check_finite(inputs: tuple[Any, ...], number: int) -> None:
@@ -187,13 +213,13 @@ def _check_finite(inputs: tuple[Any, ...], number: int) -> None:
             raise HeadgateError(f"batch {number} of the loader holds NaN or infinity: mend the data, or leave it out")
 
 
-def endless(loader: Iterable[Any], batches: int, names: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
+def endless(loader: Iterable[Any], batches: int, takes: Takes = ONE) -> Iterator[tuple[Any, ...]]:
     """`batches` batches of inputs, from the start again where the loader is shorter."""
     given = 0
     while given < batches:
         before = given
         for batch in loader:
-            inputs = inputs_of(batch, names)
+            inputs = inputs_of(batch, takes)
             given += 1
             _check_finite(inputs, given)
             yield inputs
@@ -203,6 +229,17 @@ def endless(loader: Iterable[Any], batches: int, names: Sequence[str] = ()) -> I
             if given:
                 return  # an iterator that is spent: what it gave must do
             raise HeadgateError("the loader is empty: calibrate needs at least one batch")
+
+
+class _EveryRowAlike:
+    """Before a norm: what it sees now counts by its share of all rows seen so far."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def __call__(self, norm: Any, args: tuple[Tensor, ...]) -> None:
+        self.rows += len(args[0])
+        norm.momentum = len(args[0]) / self.rows
 
 
 def _run_many(run: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
@@ -219,27 +256,28 @@ def _run_many(run: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
 
 
 def reestimate_batchnorm(
-    model: nn.Module, run: Callable[..., Any], loader: Iterable[Any], batches: int = 200, names: Sequence[str] = ()
+    model: nn.Module, run: Callable[..., Any], loader: Iterable[Any], batches: int = 200, takes: Takes = ONE
 ) -> int:  # fmt: skip
-    """Average BatchNorm's statistics anew over `batches` batches passed to `run`; returns how many norms changed."""
+    """Average BatchNorm's statistics anew over `batches` batches passed to `run`, every image alike; returns how many
+    norms changed."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     if batches < 1:
         raise HeadgateError(f"batches={batches}: BatchNorm needs at least one batch")
     if not norms:
-        next(endless(loader, 1, names))
+        next(endless(loader, 1, takes))
         return 0
     momenta = [norm.momentum for norm in norms]
     statistics = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
     modes = {module: module.training for module in model.modules()}
+    hooks = [norm.register_forward_pre_hook(_EveryRowAlike()) for norm in norms]
     try:
         model.eval()
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # a plain average over all batches
             norm.training = True
         device = next(model.parameters()).device
         with torch.no_grad():
-            for inputs in endless(loader, batches, names):
+            for inputs in endless(loader, batches, takes):
                 _run_many(run, [tensor.to(device) for tensor in inputs])
     except BaseException:
         for norm, before in zip(norms, statistics, strict=True):
@@ -247,6 +285,8 @@ def reestimate_batchnorm(
                 buffer.copy_(before[name])
         raise
     finally:
+        for hook in hooks:
+            hook.remove()
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         for module, mode in modes.items():

@@ -13,6 +13,7 @@ Knows probabilities and decisions; knows nothing of networks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +22,11 @@ from torch import Tensor
 
 from headgate.errors import HeadgateError
 
-NAMES = ("threshold", "calibrated", "sample", "always_on", "ensemble")
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "threshold": ("tau",), "calibrated": (), "sample": ("generator",), "always_on": (),
+    "ensemble": ("runs", "combine", "generator"),
+}  # fmt: skip
+"""The strategies, and what each can be told."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,8 @@ class Strategy:
     combine: Literal["mean", "vote"] = "mean"
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise HeadgateError(f"strategy {self.name!r} is unknown: use one of {', '.join(NAMES)}")
+        if self.name not in OPTIONS:
+            raise HeadgateError(f"strategy {self.name!r} is unknown: use one of {', '.join(OPTIONS)}")
         if not 0 <= self.tau <= 1:
             raise HeadgateError(
                 f"tau={self.tau}: a gate is open where its probability is above tau, so tau lies in 0..1"
