@@ -50,6 +50,32 @@ def test_every_strategy_can_be_evaluated(folder: Path, strategy: str) -> None:
         assert row["macs_fraction"] == pytest.approx(1)
 
 
+@pytest.mark.parametrize("damage", ["{", "[]", "{}"])
+def test_a_damaged_result_is_told_with_its_remedy(folder: Path, damage: str) -> None:
+    kept = (folder / "result.json").read_text()
+    (folder / "result.json").write_text(damage)
+    try:
+        for words in (["shrink", str(folder)], ["bench", str(folder)], ["train", "--tune-on", str(folder)]):
+            done = CliRunner().invoke(app, words)
+            assert done.exit_code == 1 and "is damaged" in done.output and "--resume" in done.output, done.output
+    finally:
+        (folder / "result.json").write_text(kept)
+
+
+def test_a_seed_that_is_too_large(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["evaluate", str(folder), "--strategy", "sample", "--seed", str(2**70)])
+    assert done.exit_code == 1 and "from 0 to 2^63 - 1" in done.output
+
+
+def test_folders_with_brackets_are_shown_as_they_are_called(folder: Path) -> None:
+    other = folder.with_name("exp[v2]")
+    folder.rename(other)
+    try:
+        assert "exp[v2]" in ask("evaluate", str(other))
+    finally:
+        other.rename(folder)
+
+
 def test_a_sweep_costs_less_with_a_higher_tau(folder: Path) -> None:
     macs = [row["macs"] for row in json.loads(ask("evaluate", str(folder), "--sweep-tau", "--json"))]
     assert macs == sorted(macs, reverse=True) and macs[0] > macs[-1]

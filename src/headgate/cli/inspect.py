@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from headgate.cli.common import console, friendly_errors, print_json
@@ -66,7 +67,7 @@ def inspect(
 
 def _print_table(name: str, graph: ChannelGraph) -> None:
     screen = console()
-    table = Table(title=f"{name}: {graph.dense_macs:,} MACs an image", title_justify="left")
+    table = Table(title=f"{escape(name)}: {graph.dense_macs:,} MACs an image", title_justify="left")
     table.add_column("layer", no_wrap=True)
     table.add_column("type", no_wrap=True)
     for column in ("output", "MACs", "share", "gates"):
@@ -74,8 +75,11 @@ def _print_table(name: str, graph: ChannelGraph) -> None:
     table.add_column("mask, or why there is none", overflow="fold")
     for row in layer_rows(graph):
         shape = "×".join(map(str, row.out_shape[1:]))
-        note = ", ".join(row.masks_out) if row.masks_out else f"[dim]{row.reason or 'nothing to gate'}[/]"
-        table.add_row(row.name, row.kind, shape, f"{row.macs:,}", f"{row.share:.1%}", str(row.gates_out or "–"), note)
+        reason = f"[dim]{escape(row.reason or 'nothing to gate')}[/]"
+        note = escape(", ".join(row.masks_out)) if row.masks_out else reason
+        table.add_row(
+            escape(row.name), row.kind, shape, f"{row.macs:,}", f"{row.share:.1%}", str(row.gates_out or "–"), note
+        )
     screen.print(table)
     screen.print(
         f"{graph.gate_count:,} gates in {len(graph.masks)} masks; "

@@ -58,9 +58,9 @@ def train(
     tune_on: Annotated[Path | None, typer.Option(help="Tune the network of this finished run, in a new one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure a few steps: how long, how much memory?")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard's files.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Log, but show nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but the result.")] = False,
     checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 120.0,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch in each process.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each process; 0: as many as torch takes.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     **changes: Any,
 ) -> None:
@@ -105,8 +105,8 @@ def train(
 def average(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs, tuned on from one another.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the mean (default: that of the last run, -mean).")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Log, but show nothing.")] = False,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but the result.")] = False,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch; 0: as many as torch takes.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Where the data is, if not where it was.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -131,8 +131,8 @@ def zoo(
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME).")] = None,
     weights: Annotated[str | None, typer.Option(help="Of the dense network it was made from, to compare with.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder that holds its data.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Log, but show nothing.")] = False,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but the result.")] = False,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch; 0: as many as torch takes.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result, or the records, as JSON.")] = False,
 ) -> None:
     """List the trained networks; or make a run of one, to be evaluated, timed, reported and tuned on."""

@@ -230,6 +230,8 @@ def _small_at(gated: GatedModel, tau: float, image: Tensor) -> nn.Module:
 def _with_generator(options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     given = dict(options)
     if "seed" in given:
+        if not 0 <= given["seed"] < 2**63:
+            raise HeadgateError(f"seed={given['seed']}: it must be a number from 0 to 2^63 - 1")
         given["generator"] = torch.Generator(device).manual_seed(given.pop("seed"))
     return given
 

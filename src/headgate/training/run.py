@@ -57,6 +57,8 @@ NETWORKS = {
 }  # fmt: skip
 """What a folder may hold, by what it is called in results."""
 RECIPE, RESULT = "recipe.json", "result.json"
+OF_A_RESULT = {"recipe", "accuracy", "macs", "macs_fraction", "seconds", "input_shape"}
+"""What is asked of results elsewhere."""
 BEFORE = "before.json"
 """The result of the run whose network this one tunes on, if it does."""
 AVERAGED = "averaged.json"
@@ -230,6 +232,8 @@ class Run:
         }
         cascade = nets.get("cascade")
         table = cascade.table(Part(data.test)) if isinstance(cascade, ExitModel) else None
+        if "dense" not in nets:
+            raise FileError(f"{self.folder / DENSE} is gone: put it back, or begin a new run in another folder")
         found = {
             name: measured(net, data.test, self.team, start.example) for name, net in nets.items() if net is not cascade
         }
@@ -367,12 +371,10 @@ def create_folder(folder: Path, recipe: Recipe, fill: Callable[[], None] | None 
     if folder.exists() and not folder.is_dir():
         raise FileError(f"{folder} is a file: choose another folder with --out")
     if folder.exists() and any(folder.iterdir()):
-        going = is_begun(folder)
-        raise FileError(
-            f"{folder} is not empty: "
-            + (f"go on with that run by `headgate train --resume {shlex.quote(str(folder))}`, or " if going else "")
-            + "choose another folder with --out"
-        )
+        going_on = f"go on with that run by `headgate train --resume {shlex.quote(str(folder))}`, or "
+        state = "holds a finished run" if is_done(folder) else "is not empty"
+        remedy = going_on if is_begun(folder) and not is_done(folder) else ""
+        raise FileError(f"{folder} {state}: {remedy}choose another folder with --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -394,7 +396,7 @@ def recipe_in(folder: Path) -> Recipe:
         raise FileError(f"{folder} is no run, it has no {RECIPE}: name the folder that a run was begun in")
     try:
         return Recipe.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise FileError(f"{path} is damaged ({error}): begin a new run in another folder") from error
 
 
@@ -402,8 +404,15 @@ def result_in(folder: Path) -> dict[str, Any]:
     """The result of a run that must have come to its end."""
     if not is_done(folder):
         raise FileError(f"{folder} is not finished: go on with it first, by `headgate train --resume {folder}`")
-    found = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    assert isinstance(found, dict)
+    try:
+        found = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not found.keys() >= OF_A_RESULT:
+            raise ValueError("it is not what a run writes")
+    except ValueError as error:
+        raise FileError(
+            f"{folder / RESULT} is damaged ({error}): remove it, and the run measures again by "
+            f"`headgate train --resume {shlex.quote(str(folder))}`"
+        ) from error
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from headgate.data.sources import DataSet
-from headgate.errors import FileError
+from headgate.errors import FileError, HeadgateError
 from headgate.storage import load
 from headgate.training import forecast
 from headgate.training.journal import AnyJournal, Journal, SilentJournal
@@ -48,9 +48,11 @@ DEFAULTS = Options()
 
 
 def use_threads(threads: int | None) -> None:
-    """Set torch's threads, if a number is given."""
-    if threads is not None:
-        torch.set_num_threads(max(1, threads))
+    """Set torch's threads, if a number is given; 0: as many as torch takes."""
+    if threads is not None and threads < 0:
+        raise HeadgateError(f"--threads {threads}: it must be 0 (as many as torch takes) or more")
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def go(

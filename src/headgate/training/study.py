@@ -147,7 +147,8 @@ def _dates(folder: Path) -> dict[str, str]:
     lines = list(read_log(path)) if path.is_file() else []
     if not any(line.get("kind") == "epoch" for line in lines):
         return {}
-    return {"began": lines[0]["time"], "ended": lines[-1]["time"]}
+    times = [str(line["time"]) for line in lines if "time" in line]
+    return {"began": times[0], "ended": times[-1]} if times else {}
 
 
 def _log(folder: Path) -> dict[str, Any]:
