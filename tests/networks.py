@@ -180,6 +180,21 @@ class Auxiliary(nn.Module):
         return (final, self.extra(x.mean((2, 3)))) if self.training else final
 
 
+class TwoNames(nn.Module):
+    """Modules as attributes and in a list, as is often written; the forward code takes them from the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.block, self.last = conv(3, 8), nn.BatchNorm2d(8), Block(8, 8), conv(8, 6)
+        self.stages = nn.ModuleList([self.stem, self.norm, nn.ReLU(), self.block, self.last])
+        self.head = head(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return pooled(self, F.relu(x))
+
+
 def residual(shortcut: Callable[[], nn.Module] | None = None, width: int = 8, stride: int = 1) -> nn.Module:
     """A stem, a block with that shortcut, a block without."""
     block = Block(8, width, stride, None if shortcut is None else shortcut())
@@ -608,6 +623,7 @@ NETWORKS: dict[str, Case] = {
         ),
         gated="a",
     ),
+    "modules under two names": Case(TwoNames, gated="stem block.conv1 last", branches="block.bn2"),
     "one norm used twice": Case(
         lambda: Net(
             lambda n, x: pooled(n, F.relu(n.norm(n.b(F.relu(n.norm(n.a(x))))))),

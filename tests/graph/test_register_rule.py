@@ -66,6 +66,24 @@ class OwnGain(nn.Module):
         return torch.sinc(x) * self.gain[:, None, None]
 
 
+class OwnPool(nn.Module):
+    """A number a channel, and fewer pixels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, 2) * self.weight[:, None, None]
+
+
+class OwnCentre(nn.Module):
+    """Channels less their mean: what is closed is missing there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
 class OwnActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sinc(x)
@@ -152,10 +170,27 @@ def test_a_registered_layer_with_a_number_a_channel_is_shrunk(tmp_path: Path) ->
     assert difference(gated(randn(3, *X)), small(randn(3, *X))) < 1e-4
 
 
-def test_a_wrong_rule_is_found_out_before_anybody_relies_on_it() -> None:
+def test_a_registered_layer_may_change_the_number_of_pixels() -> None:
+    """What a norm of PyTorch's is spared in a trace, a layer of the user's own is not."""
+    headgate.register_rule(OwnPool, headgate.rules.PerChannel(tensors=("weight",), attribute=None))
+    model = network(OwnPool(8))
+    assert headgate.count_macs(model, randn(2, *X)) == independent_macs(model, randn(2, *X))
+    gated = headgate.gate(model, randn(2, *X), target=1.0)
+    small = decide_(gated, 0.5, 0).shrink()
+    assert gated.macs() == independent_macs(small, randn(1, *X)) < gated.dense_macs
+    assert difference(gated(randn(3, *X)), small(randn(3, *X))) < 1e-4
+
+
+def test_a_rule_that_does_not_fit_freezes() -> None:
     """OwnScale has a tensor with channels in its second dimension, which this rule does not mention."""
     headgate.register_rule(OwnScale, headgate.rules.PerChannel(tensors=("shift",), attribute="width"))
-    gated = headgate.gate(network(OwnScale(8)), randn(2, *X), target=1.0)
+    graph = headgate.inspect(network(OwnScale(8)), randn(2, *X))
+    assert "`own` (OwnScale) does not work with fewer channels" in graph.frozen["a"]
+
+
+def test_a_wrong_rule_is_found_out_before_anybody_relies_on_it() -> None:
+    headgate.register_rule(OwnCentre, headgate.rules.PerChannel(tensors=(), attribute=None))
+    gated = headgate.gate(network(OwnCentre()), randn(2, *X), target=1.0)
     with pytest.raises(headgate.ShrinkMismatch, match="own"):
         decide_(gated, 0.5, 0).shrink()
 

@@ -40,7 +40,7 @@ from headgate.graph.library_rules import adopt_library_rules
 from headgate.graph.propagate import Book, StreamCuts, follow, walk
 from headgate.graph.rehearse import Failure, rehearse
 from headgate.graph.relayout import Relayout
-from headgate.graph.trace import Call, Value
+from headgate.graph.trace import Call, Value, under
 
 StreamForm = Literal["shared", "indexed"]
 Frozen = list[tuple[Labels, str]]
@@ -127,10 +127,6 @@ def check_module_names(
 # ------------------------------------------------------------------------------------------------- freezing
 
 
-def _under(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".")
-
-
 def _atoms_at(book: Book, layer: str) -> list[Labels]:
     return [labels for labels in book.sizes.get(layer, ()) if labels is not None]
 
@@ -140,7 +136,7 @@ def _frozen_by_user(book: Book, names: tuple[str, ...]) -> Frozen:
         (atoms[atoms >= 0], f"`{prefix}` is frozen by the user")
         for prefix in names
         for layer in book.sizes
-        if _under(layer, prefix)
+        if under(layer, prefix)
         for atoms in _atoms_at(book, layer)
     ]
 
@@ -233,7 +229,8 @@ def _removable(
         branch
         for branch in branches
         if replacements(branch, book.trace, dict(book.modules)) is not None
-        and not any(_under(layer, prefix) for layer in branch.layers(book.trace) for prefix in off_limits)
+        and (book.has_images(branch.mask_value) or not branch.mask_value.from_input)
+        and not any(under(layer, prefix) for layer in branch.layers(book.trace) for prefix in off_limits)
     ]
     whole = replace(settings, granularity="layer")
 
@@ -280,13 +277,14 @@ def assemble(
         branches = _dying_branches(book, masks, atom_gate, removable)
         mortal = {number for branch in branches for number in branch.masks}
         masks = tuple(replace(mask, may_die=number in mortal) for number, mask in enumerate(masks))
+    assert len({mask.name for mask in masks}) == len(masks), "names are keys"
     around: dict[int, tuple[int, ...]] = {}
     for number, gated in enumerate(branches):
         for index in gated.branch.calls:
             around[index] = (*around.get(index, ()), number)
     return ChannelGraph(
         recorded, book, atom_gate, masks, cost_items(book, atom_gate, recorded, around), _readers(book, atom_gate),
-        _writers(book, atom_gate), branches, _reasons(book, classes, atom_gate, settings), islands,
+        _writers(book, atom_gate), branches, _reasons(book, classes, atom_gate), islands,
         settings.granularity, settings.stream,
     )  # fmt: skip
 
@@ -333,7 +331,7 @@ def _writers(book: Book, atom_gate: NDArray[np.int64]) -> tuple[Reader, ...]:
     )
 
 
-def _reasons(book: Book, classes: Classes, atom_gate: NDArray[np.int64], settings: Settings) -> dict[str, str]:
+def _reasons(book: Book, classes: Classes, atom_gate: NDArray[np.int64]) -> dict[str, str]:
     reasons: dict[str, str] = {}
     explained = np.zeros(book.atom_count, bool)
     explained[list(classes.reasons)] = True
@@ -478,6 +476,6 @@ def _can_be_island(graph: ChannelGraph, name: str, islands: set[str]) -> bool:
         return False
     module, span = graph.book.modules[name], spans[0]
     calls = graph.trace.calls[span.first : span.last]
-    plain = len(span.inputs) == 1 and len(span.outputs) == 1 and not any(True for _ in module.parameters())
+    plain = len(span.inputs) == 1 and span.gives_tensor and not any(True for _ in module.parameters())
     known = all(graph.book.labels_of(value) is not None for value in (*span.inputs, *span.outputs))
     return plain and known and all(call.layer is None for call in calls)

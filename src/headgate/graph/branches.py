@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 
 from headgate.graph.op_rules import OP_RULES, elementwise, over_pixels, reduction
-from headgate.graph.trace import Call, ModuleSpan, Trace, Value
+from headgate.graph.trace import Call, ModuleSpan, Trace, Value, under, written_by
 
 aten = torch.ops.aten
 ADDITIONS = (aten.add.Tensor, aten.add_.Tensor)
@@ -64,7 +65,7 @@ def find_branches(trace: Trace) -> list[Branch]:
     kept = {value.index for value in trace.outputs}
     spans: dict[int, list[ModuleSpan]] = {}
     for span in trace.spans:
-        if len(span.outputs) == 1 and span.name and len(trace.spans_of[span.name]) == 1:
+        if span.gives_tensor and span.name and len(trace.spans_of[span.name]) == 1:
             spans.setdefault(span.outputs[0].index, []).append(span)
     branches = []
     for addition in trace.calls:
@@ -155,9 +156,11 @@ def _entries(trace: Trace, calls: set[int]) -> tuple[Value, ...]:
 
 
 def replacements(branch: Branch, trace: Trace, modules: dict[str, nn.Module]) -> dict[str, dict[str, object]] | None:
-    """What modules become when the branch is gone: the whole block a plain module where that says it all,
-    else every layer of the branch nothing and its last module zeros. None if the branch can't be taken out."""
-    block = _whole_block(branch, trace, modules)
+    """What modules become when the branch is gone: the whole block a plain module where that says it all, else every
+    layer of the branch nothing, its first and last zeros. None if the branch can't be taken out."""
+    if any(call.index in branch.calls for _, call in trace.overwritten):
+        return None  # without it, a tensor that is read again would hold something else
+    block = _whole_block(branch, trace)
     if block is not None:
         return {block[0]: {"kind": block[1]}}
     if len(branch.entries) != 1 or not _alone(branch, trace):
@@ -171,12 +174,16 @@ def replacements(branch: Branch, trace: Trace, modules: dict[str, nn.Module]) ->
     if not all(_harmless(trace.calls[index]) for index in branch.calls):
         return None
     result: dict[str, dict[str, object]] = {}
+    entrance = _at_the_entrance(branch, trace)
     for name in sorted(branch.layers(trace)):
         stand_in = _without_arithmetic(modules[name])
         # PyTorch's encoder layer looks at its layers' weights to choose a fused operator
         if stand_in is None or isinstance(modules[name.rpartition(".")[0]], nn.TransformerEncoderLayer):
             return None
-        if name != branch.mask_at and not name.startswith(branch.mask_at + "."):
+        if name in entrance and stand_in["kind"] == "identity":
+            # what works in place inside the branch must not get hold of the stream
+            stand_in = {"kind": "zeros", "channels": None}
+        if not under(name, branch.mask_at):
             result[name] = stand_in
     result[branch.mask_at] = {"kind": "zeros"}
     return result
@@ -188,7 +195,8 @@ def _container(branch: Branch, trace: Trace) -> str | None:
     if not _same_pixels(branch.entries[0], branch.mask_value):
         return None
     for span in trace.spans_reading(branch.entries[0]):
-        if span.name and span.first <= start and [value.index for value in span.outputs] == [branch.mask_value.index]:
+        gives_it = span.gives_tensor and span.outputs[0].index == branch.mask_value.index
+        if span.name and span.first <= start and gives_it:
             return (
                 span.name
                 if len(trace.spans_of[span.name]) == 1 and not span.name.startswith(f"{branch.mask_at}.")
@@ -207,6 +215,20 @@ def _same_pixels(taken: Value, given: Value) -> bool:
 def _harmless(call: Call) -> bool:
     """Whether a call still runs when the layers around it are gone: it acts on each element or pixel by itself."""
     return call.layer is not None or OP_RULES.get(call.target) in (elementwise, over_pixels, reduction)
+
+
+def _at_the_entrance(branch: Branch, trace: Trace) -> set[str]:
+    """Layers of the branch that read what enters it, or what operators make of that: perhaps the same memory."""
+    outside = {value.index for value in branch.entries}
+    layers: set[str] = set()
+    for index in sorted(branch.calls):
+        call = trace.calls[index]
+        if any(value.index in outside for value in call.inputs):
+            if call.layer is not None:
+                layers.add(call.layer)
+            else:
+                outside.update(value.index for value in call.outputs)
+    return layers
 
 
 def _alone(branch: Branch, trace: Trace) -> bool:
@@ -231,21 +253,42 @@ def _without_arithmetic(module: nn.Module) -> dict[str, object] | None:
     return {"kind": "stride", "stride": list(steps)} if same and len(steps) == 2 else None
 
 
-def _whole_block(branch: Branch, trace: Trace, modules: dict[str, nn.Module]) -> tuple[str, str] | None:
+def _whole_block(branch: Branch, trace: Trace) -> tuple[str, str] | None:
     """The module that is nothing but this branch, its addition to the module's own input, and perhaps a ReLU."""
     if branch.entries and any(entry.index != branch.other.index for entry in branch.entries):
         return None
+    if branch.other is branch.addition.inputs[1] and branch.addition.kwargs.get("alpha", 1) != 1:
+        return None  # what is left is a multiple of the module's input
     start = min(branch.calls)
     for span in trace.spans_reading(branch.other):
         around = span.first <= start and branch.addition.index < span.last
-        if not span.name or not around or len(span.outputs) != 1 or len(trace.spans_of[span.name]) != 1:
+        if not span.name or not around or not span.gives_tensor or len(trace.spans_of[span.name]) != 1:
             continue
         rest = sorted(set(range(span.first, span.last)) - branch.calls)
         targets = [trace.calls[index].target for index in rest]
         if targets[0] not in ADDITIONS or trace.calls[rest[-1]].outputs[0].index != span.outputs[0].index:
             continue
-        if len(targets) == 1:
+        if len(targets) == 1 and not _overwritten_later(span, branch.other, trace):
             return span.name, "identity"
         if len(targets) == 2 and targets[1] in (aten.relu.default, aten.relu_.default):
             return span.name, "relu"
     return None
+
+
+def _overwritten_later(block: ModuleSpan, given: Value, trace: Trace) -> bool:
+    """Whether the block's result is overwritten while what it was given is still read: they must not be one tensor."""
+    later = trace.calls[block.last :]
+    if given not in trace.outputs and not any(given in call.inputs for call in later):
+        return False
+    same = {block.outputs[0].index}
+    for call in later:  # blocks behind it may be gone, too: then their sums are the same tensor
+        if any(value.index in same for value in written_by(call)):
+            return True
+        if (call.target in ADDITIONS or _is_view(call)) and any(value.index in same for value in call.inputs):
+            same.update(value.index for value in call.outputs)
+    return False
+
+
+def _is_view(call: Call) -> bool:
+    returns = call.target._schema.returns if isinstance(call.target, OpOverload) else ()
+    return any(result.alias_info is not None for result in returns)

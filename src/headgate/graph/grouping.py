@@ -7,8 +7,10 @@ probabilities or of training: a gate here is a number, open or closed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Literal
 
 import numpy as np
@@ -82,7 +84,7 @@ class GatedBranch:
     batch_axis: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ChannelGraph:
     """All that gates, costs, shrinking and reports need to know of a network."""
 
@@ -102,6 +104,14 @@ class ChannelGraph:
     """Modules that must see all channels: a smaller network gives them back their zeros."""
     granularity: Granularity = "channel"
     stream: str = "shared"
+
+    def __repr__(self) -> str:
+        return f"ChannelGraph({self.gate_count} gates in {len(self.masks)} masks, {self.dense_macs:,} MACs)"
+
+    def __str__(self) -> str:
+        from headgate.graph.table import as_text  # which is made of graphs
+
+        return as_text(self)
 
     @property
     def gate_count(self) -> int:
@@ -206,7 +216,7 @@ def make_masks(book: Book, classes: Classes, granularity: Granularity) -> tuple[
         kind_name: Literal["input", "channels"] = "input" if signature[0][0] == "read" else "channels"
         masks.append(
             Mask(
-                _mask_name(signature),
+                _free_name(signature, {mask.name for mask in masks}),
                 first,
                 size,
                 tuple(owner[1] for owner in signature),
@@ -217,9 +227,13 @@ def make_masks(book: Book, classes: Classes, granularity: Granularity) -> tuple[
     return tuple(masks), gate_of_class[classes.of_atom]
 
 
-def _mask_name(signature: Sequence[tuple[str, str]]) -> str:
+def _free_name(signature: Sequence[tuple[str, str]], taken: set[str]) -> str:
+    """A mask is called after its first layer; where another has that name, after one of its other layers, too."""
     kind, layer = signature[0]
-    return f"{layer}.input" if kind == "read" else layer
+    name = f"{layer}.input" if kind == "read" else layer
+    longer = (f"{name}+{other}" for _, other in signature[1:])
+    numbered = (f"{name}+{number}" for number in count(2))
+    return next(each for each in chain([name], longer, numbered) if each not in taken)
 
 
 def gates_of(labels: Labels | None, atom_gate: NDArray[np.int64]) -> NDArray[np.int64] | None:
@@ -239,12 +253,13 @@ def cost_items(
         if call.layer is not None:
             calls.setdefault(call.layer, []).append(call.index)
     items: dict[str, CostItem] = {}
+    macs_of: Counter[str] = Counter()
     for usage in book.usages:
         inside = _common([around.get(index, ()) for index in calls[usage.layer]])
-        before = items[usage.layer].macs if usage.layer in items else 0
+        macs_of[usage.layer] += usage.macs
         reads = None if usage.mode == "whole" else gates_of(usage.reads, atom_gate)
         items[usage.layer] = CostItem(
-            usage.layer, usage.kind, before + usage.macs // batch, reads, gates_of(usage.writes, atom_gate),
+            usage.layer, usage.kind, macs_of[usage.layer] // batch, reads, gates_of(usage.writes, atom_gate),
             usage.out_shape, inside,
         )  # fmt: skip
     for place, macs in book.other_macs.items():

@@ -80,6 +80,10 @@ class LayerBook(ChannelBook):
         """The dimension of a value that runs over images (or over images times something else)."""
         raise NotImplementedError
 
+    def has_images(self, value: Value) -> bool:
+        """Whether some dimension of a value runs over images."""
+        raise NotImplementedError
+
     def reading(self, call: Call, labels: MaybeLabels) -> MaybeLabels:
         """The channels a mixing layer reads: those of its input, or masked ones of its own (an indexed stream)."""
         raise NotImplementedError
@@ -88,7 +92,7 @@ class LayerBook(ChannelBook):
 class LayerRule:
     """What every rule answers."""
 
-    keeps_shape = False
+    keeps_shape: bool = False
     """Whether the output is shaped like the input, so that a trace need not compute it."""
 
     def propagate(self, call: Call, module: nn.Module, book: LayerBook) -> list[MaybeLabels]:
@@ -113,7 +117,8 @@ class Mixing(LayerRule):
     """Every output channel reads every input channel of its group.
 
     `in_dims` and `out_dims` name the dimension of each tensor that runs over input and output channels.
-    `macs_per_weight` says over which tensor's places each weight is used: the output's, or the input's.
+    `macs_over` says over which tensor's places each weight is used: the output's, or the input's. `dims` is the number
+    of a batch's dimensions, for layers that take a single image too: there, channels lie one dimension earlier.
     """
 
     axis: int = 1
@@ -123,26 +128,31 @@ class Mixing(LayerRule):
     out_attribute: str | None = "out_channels"
     groups_attribute: str | None = "groups"
     macs_over: Literal["output", "input"] = "output"
+    dims: int | None = None
 
     def propagate(self, call: Call, module: nn.Module, book: LayerBook) -> list[MaybeLabels]:
         assert call.layer is not None
         given, made = call.inputs[0], call.outputs[0]
+        axis = _axis_in(given, self.axis, self.dims)
         labels = book.labels_of(given)
-        if labels is not None and channel_axis(labels, self.axis) is None:
+        if labels is not None and channel_axis(labels, axis) is None:
             book.freeze(labels, f"{call.title} reads it along an unexpected dimension")
             labels = None
         labels = book.reading(call, labels)
-        reads = None if labels is None else np.broadcast_to(labels.reshape(-1), given.shape[self.axis])
-        writes = book.fresh(("layer", call.layer), made.shape[self.axis])
+        reads = None if labels is None else np.broadcast_to(labels.reshape(-1), given.shape[axis])
+        writes = book.fresh(("layer", call.layer), made.shape[axis])
+        if given.from_input and not book.has_images(given):
+            for channels in (reads, writes):
+                book.freeze(channels, f"{call.title} is called without a batch, and gates are an image's own")
         mode = self._tie_groups(call, module, book, reads, writes)
         batch_axis = book.batch_axis(given)
         usage = Usage(
             call.layer, type(module).__name__, reads, writes, self.macs(call, module) * book.repeats(call), mode,
-            self._groups(module), self.axis, batch_axis, made.shape,
+            self._groups(module), axis, batch_axis, made.shape,
         )  # fmt: skip
         book.use(usage)
         book.resize(call.layer, reads, writes)
-        return [along(writes, self.axis, len(made.shape))]
+        return [along(writes, axis, len(made.shape))]
 
     def _groups(self, module: nn.Module) -> int:
         return int(getattr(module, self.groups_attribute)) if self.groups_attribute else 1
@@ -154,7 +164,7 @@ class Mixing(LayerRule):
         groups = self._groups(module)
         if groups == 1:
             return "full"
-        per_group = call.inputs[0].shape[self.axis] // groups
+        per_group = call.inputs[0].shape[_axis_in(call.inputs[0], self.axis, self.dims)] // groups
         whole = groups >= per_group and reads is not None
         grid_out = writes.reshape(groups, -1)
         grid_in = None if reads is None else reads.reshape(groups, -1)
@@ -192,8 +202,9 @@ class Mixing(LayerRule):
         return ModuleEdit(take, values)
 
     def macs(self, call: Call, module: nn.Module) -> int:
-        places = call.outputs[0].shape if self.macs_over == "output" else call.inputs[0].shape
-        return prod(places) // places[self.axis] * prod(self._weight(module).shape)
+        value = call.outputs[0] if self.macs_over == "output" else call.inputs[0]
+        channels = value.shape[_axis_in(value, self.axis, self.dims)]
+        return prod(value.shape) // channels * prod(self._weight(module).shape)
 
     def applies_to(self, module: nn.Module) -> bool:
         grouped_input_first = self._in_dim == 0 and self._groups(module) > 1
@@ -224,24 +235,28 @@ class Mixing(LayerRule):
 class PerChannel(LayerRule):
     """Each channel by itself, with tensors that have one entry a channel.
 
-    `groups_attribute` names the number of groups of neighbours that must stay or go together (GroupNorm).
+    `groups_attribute` names the number of groups of neighbours that must stay or go together (GroupNorm). `dims` is
+    the number of a batch's dimensions, for layers that take a single image too (InstanceNorm). `keeps_shape` spares a
+    trace the layer's own code: it gives back a tensor shaped like its input.
     """
 
     axis: int = 1
     tensors: tuple[str, ...] = ("weight", "bias", "running_mean", "running_var")
     attribute: str | None = "num_features"
     groups_attribute: str | None = None
-    keeps_shape = True
+    keeps_shape: bool = False
+    dims: int | None = None
 
     def propagate(self, call: Call, module: nn.Module, book: LayerBook) -> list[MaybeLabels]:
         assert call.layer is not None
-        labels = book.labels_of(call.inputs[0])
+        given = call.inputs[0]
+        labels, axis = book.labels_of(given), _axis_in(given, self.axis, self.dims)
         if labels is None:
             return [None] * len(call.outputs)
-        if channel_axis(labels, self.axis) is None:
+        if channel_axis(labels, axis) is None:
             book.freeze(labels, f"{call.title} has its channels along another dimension")
             return [None] * len(call.outputs)
-        atoms = np.broadcast_to(labels.reshape(-1), call.inputs[0].shape[self.axis])
+        atoms = np.broadcast_to(labels.reshape(-1), given.shape[axis])
         if self.groups_attribute:
             grid = atoms.reshape(int(getattr(module, self.groups_attribute)), -1)
             book.tie(np.broadcast_to(grid[:, :1], grid.shape), grid)
@@ -268,6 +283,7 @@ class PReLURule(PerChannel):
 
     tensors: tuple[str, ...] = ("weight",)
     attribute: str | None = "num_parameters"
+    keeps_shape: bool = True
 
     def edit(self, module: nn.Module, keep_in: Index | None, keep_out: Index | None) -> ModuleEdit:
         return super().edit(module, keep_in if module.num_parameters != 1 else None, None)
@@ -300,7 +316,8 @@ class Opaque(LayerRule):
 def attention_macs(call: Call, module: nn.Module) -> int:
     """Projections of query, key, value and output, scores, and weighted sum of nn.MultiheadAttention."""
     assert isinstance(module, nn.MultiheadAttention)
-    query, key, value = (given.shape for given in call.inputs[:3])
+    given = {**dict(zip(("query", "key", "value"), call.args, strict=False)), **call.kwargs}
+    query, key, value = (given[name].shape for name in ("query", "key", "value"))
     width = module.embed_dim
     keys = prod(key[:-1])
     queries = prod(query[:-1])
@@ -309,26 +326,37 @@ def attention_macs(call: Call, module: nn.Module) -> int:
     return projections + 2 * queries * (keys // batch) * width
 
 
-_CONVOLUTION = Mixing()
-_TRANSPOSED = Mixing(in_dims={"weight": 0}, out_dims={"weight": 1, "bias": 0}, macs_over="input")
-_BATCH_NORM = PerChannel()
+def _axis_in(value: Value, axis: int, dims: int | None) -> int:
+    """The dimension of a value that runs over channels, if it is `axis` in a batch of `dims` dimensions."""
+    return axis - 1 if dims is not None and len(value.shape) == dims - 1 else axis
+
+
+_CONVOLUTIONS = {dims: Mixing(dims=dims) for dims in (3, 4, 5)}
+_TRANSPOSED = {
+    dims: Mixing(in_dims={"weight": 0}, out_dims={"weight": 1, "bias": 0}, macs_over="input", dims=dims)
+    for dims in (3, 4, 5)
+}
+_BATCH_NORM = PerChannel(keeps_shape=True)
+_INSTANCE_NORM = {dims: PerChannel(keeps_shape=True, dims=dims) for dims in (3, 4, 5)}
 
 LAYER_RULES: dict[type[nn.Module], LayerRule] = {
-    nn.Conv1d: _CONVOLUTION,
-    nn.Conv2d: _CONVOLUTION,
-    nn.Conv3d: _CONVOLUTION,
-    nn.ConvTranspose1d: _TRANSPOSED,
-    nn.ConvTranspose2d: _TRANSPOSED,
-    nn.ConvTranspose3d: _TRANSPOSED,
+    nn.Conv1d: _CONVOLUTIONS[3],
+    nn.Conv2d: _CONVOLUTIONS[4],
+    nn.Conv3d: _CONVOLUTIONS[5],
+    nn.ConvTranspose1d: _TRANSPOSED[3],
+    nn.ConvTranspose2d: _TRANSPOSED[4],
+    nn.ConvTranspose3d: _TRANSPOSED[5],
     nn.Linear: Mixing(-1, in_attribute="in_features", out_attribute="out_features", groups_attribute=None),
     nn.BatchNorm1d: _BATCH_NORM,
     nn.BatchNorm2d: _BATCH_NORM,
     nn.BatchNorm3d: _BATCH_NORM,
     nn.SyncBatchNorm: _BATCH_NORM,
-    nn.InstanceNorm1d: _BATCH_NORM,
-    nn.InstanceNorm2d: _BATCH_NORM,
-    nn.InstanceNorm3d: _BATCH_NORM,
-    nn.GroupNorm: PerChannel(tensors=("weight", "bias"), attribute="num_channels", groups_attribute="num_groups"),
+    nn.InstanceNorm1d: _INSTANCE_NORM[3],
+    nn.InstanceNorm2d: _INSTANCE_NORM[4],
+    nn.InstanceNorm3d: _INSTANCE_NORM[5],
+    nn.GroupNorm: PerChannel(
+        tensors=("weight", "bias"), attribute="num_channels", groups_attribute="num_groups", keeps_shape=True
+    ),
     nn.PReLU: PReLURule(),
     nn.LayerNorm: Opaque("normalises over all its channels"),
     nn.RMSNorm: Opaque("normalises over all its channels"),

@@ -16,7 +16,7 @@ from headgate.graph.layer_rules import LAYER_RULES, LayerRule, PerChannel
 # module, class, rule: a convolution with TensorFlow's padding; a BatchNorm that never changes
 KNOWN: tuple[tuple[str, str, LayerRule], ...] = (
     ("timm.layers.conv2d_same", "Conv2dSame", LAYER_RULES[nn.Conv2d]),
-    ("torchvision.ops.misc", "FrozenBatchNorm2d", PerChannel(attribute=None)),
+    ("torchvision.ops.misc", "FrozenBatchNorm2d", PerChannel(attribute=None, keeps_shape=True)),
 )
 
 

@@ -88,8 +88,9 @@ def elementwise(call: Call, book: ChannelBook) -> list[MaybeLabels]:
             labels = _labels_for_constant(value, shape, joint, varying, book)
             if labels is None:
                 if any(shape[axis] != 1 for axis in varying):
+                    fixed = "a tensor of fixed channels" if value.in_state else f"`{value.parameter}`, {NOT_IN_STATE}"
                     for other in labelled:
-                        book.freeze(other, f"{call.title} combines it with a tensor of fixed channels")
+                        book.freeze(other, f"{call.title} combines it with {fixed}")
                 continue
         if any(shape[axis] == 1 for axis in varying):  # one channel that is spread over many
             book.freeze(labels, f"{call.title} spreads one channel over many")
@@ -111,11 +112,20 @@ def _labels_for_constant(
     value: Value, shape: tuple[int, ...], joint: tuple[int, ...], varying: list[int], book: ChannelBook
 ) -> MaybeLabels:
     """A parameter that meets channels (a layer scale, say) gets channels of its own along that dimension."""
-    if value.parameter is None or len(varying) != 1 or shape[varying[0]] != joint[varying[0]]:
+    if not _can_shrink(value) or len(varying) != 1 or shape[varying[0]] != joint[varying[0]]:
         return None
+    assert value.parameter is not None
     own_axis = varying[0] - (len(shape) - len(value.shape))
     atoms = book.fresh(("parameter", value.parameter, own_axis), shape[varying[0]])
     return along(atoms, varying[0], len(shape))
+
+
+NOT_IN_STATE = "a buffer that no state dict holds, so that none could hold less of it (persistent=False)"
+
+
+def _can_shrink(value: Value) -> bool:
+    """Whether this is a tensor of which a smaller network, or its file, can hold a part."""
+    return value.parameter is not None and value.in_state
 
 
 BATCH_NORM_OPS = (
@@ -130,7 +140,7 @@ def batch_norm(call: Call, book: ChannelBook) -> list[MaybeLabels]:
     labels = book.labels_of(call.inputs[0])
     if labels is None:
         return [None] * len(call.outputs)
-    if varying_axes(labels) != [1] or any(value.parameter is None for value in call.inputs[1:]):
+    if varying_axes(labels) != [1] or not all(map(_can_shrink, call.inputs[1:])):
         return unknown(call, book)
     for value in call.inputs[1:]:
         book.tie(labels.reshape(-1), book.fresh(("parameter", value.parameter, 0), labels.size))

@@ -24,6 +24,7 @@ from headgate.graph.grouping import ChannelGraph, Decisions
 from headgate.graph.layer_rules import Index, rule_for
 from headgate.graph.propagate import kept_places
 from headgate.graph.relayout import ScatterChannels, SelectChannels, ZeroBranch, dense_name, index_tensor, wrapped
+from headgate.graph.trace import under
 
 Sizes = dict[int, int]
 
@@ -145,10 +146,9 @@ def _plan_moves(graph: ChannelGraph, open_atoms: np.ndarray, plan: Plan) -> None
     for name in graph.islands:
         span = graph.trace.spans_of[name][0]
         for table, value, kind in ((plan.before, span.inputs[0], "scatter"), (plan.behind, span.outputs[0], "select")):
-            labels = book.labels_of(value)
-            if labels is None:
+            labels, axis = book.labels_of(value), book.axis_of_channels(value)
+            if labels is None or axis is None:
                 continue
-            axis = int(np.argmax(labels.shape))
             kept = kept_places(labels.reshape(-1), open_atoms)
             if len(kept) != labels.size:
                 table[name] = Move(kind, kept, labels.size, axis)
@@ -162,20 +162,20 @@ def _plan_removal(graph: ChannelGraph, number: int, open_atoms: np.ndarray, plan
     assert found is not None, branch.name
     for name, entry in found.items():
         if entry["kind"] == "zeros":
-            labels = book.labels_of(branch.mask_value)
-            if labels is not None:
-                axis = int(np.argmax(labels.shape))
-                entry = {**entry, "axis": axis, "channels": len(kept_places(labels.reshape(-1), open_atoms))}
+            labels, axis = book.labels_of(branch.mask_value), book.axis_of_channels(branch.mask_value)
+            if labels is not None and axis is not None:
+                channels = len(kept_places(labels.reshape(-1), open_atoms))
+                entry = {"axis": axis, "channels": channels, **entry}
         plan.replace[name] = entry
         for table in (plan.take, plan.set, plan.before, plan.behind):
-            for key in [key for key in table if key == name or key.startswith(f"{name}.")]:
+            for key in [key for key in table if under(key, name)]:
                 del table[key]
 
 
 def restructure(model: nn.Module, plan: Plan) -> nn.Module:
     """Give the model (changed in place and returned) the plan's structure; resized tensors hold no weights yet."""
     for module_name, entry in plan.replace.items():
-        _put(model, module_name, _replacement(entry))
+        put(model, module_name, _replacement(entry))
     for tensor_name, dims in plan.take.items():
         owner_name, _, leaf = tensor_name.rpartition(".")
         owner = _module(model, owner_name)
@@ -196,12 +196,12 @@ def restructure(model: nn.Module, plan: Plan) -> nn.Module:
         if conv.bias is None:
             weight: Tensor = conv.weight
             conv.bias = nn.Parameter(torch.empty(_out_size(conv), dtype=weight.dtype, device=weight.device))
-        _put(model, norm_name, nn.Identity())
+        put(model, norm_name, nn.Identity())
     # inner modules first: wrapping an outer one changes the names of those inside
     for module_name in sorted({*plan.before, *plan.behind}, key=lambda name: -name.count(".")):
         moves = (plan.before.get(module_name), plan.behind.get(module_name))
         before, behind = (None if move is None else move.module() for move in moves)
-        _put(model, module_name, wrapped(_module(model, module_name), before, behind))
+        put(model, module_name, wrapped(_module(model, module_name), before, behind))
     return model
 
 
@@ -217,12 +217,14 @@ def small_state(plan: Plan, dense: Mapping[str, Tensor], small: nn.Module) -> di
         for name, module in small.named_modules()
         if isinstance(module, (SelectChannels, ScatterChannels))
     }
+    first = first_names(small)
     for name in small.state_dict():
-        owner = name.rpartition(".")[0]
+        owner, _, leaf = name.rpartition(".")
+        owner = first[owner]
         if owner in indices:
             state[name] = indices[owner]
             continue
-        source = dense_name(name)
+        source = dense_name(f"{owner}.{leaf}" if owner else leaf)
         if source not in dense:
             continue  # a bias that folding adds
         tensor = dense[source]
@@ -230,6 +232,12 @@ def small_state(plan: Plan, dense: Mapping[str, Tensor], small: nn.Module) -> di
             tensor = tensor.index_select(dim, index_tensor(kept, tensor.device))
         state[name] = tensor.clone() if source not in plan.take else tensor
     return state
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """The name that plans have for each module: the first of those under which it is registered."""
+    first = {id(module): name for name, module in model.named_modules()}
+    return {name: first[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def _replacement(entry: Mapping[str, Any]) -> nn.Module:
@@ -253,7 +261,9 @@ def _module(model: nn.Module, name: str) -> Any:
         ) from error
 
 
-def _put(model: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    _module(model, name)
-    setattr(_module(model, parent), leaf, new)
+def put(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Register another module instead of this one, wherever it is registered."""
+    old = _module(model, name)
+    for owner in list(model.modules()):
+        for leaf in [leaf for leaf, child in owner._modules.items() if child is old]:
+            setattr(owner, leaf, new)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from headgate.graph.labels import NO_CHANNEL, Labels, along
+from headgate.graph.labels import NO_CHANNEL, Labels, along, varying_axes
 from headgate.graph.layer_rules import Index, LayerBook, Usage, rule_for
 from headgate.graph.op_rules import OP_MACS, OP_RULES, MaybeLabels, unknown
 from headgate.graph.relayout import Relayout, dense_name
@@ -126,16 +126,34 @@ class Book(LayerBook):
     def repeats(self, call: Call) -> int:
         """What is computed once for a whole batch is dear for a batch of one: it counts in full for every image.
 
-        What does not come from the images may still be computed for each of them (a recurrent layer's first state).
+        What does not come from the images may still be computed for each of them (a recurrent layer's first state),
+        and what has no dimension over images may be called for each of them (in a loop).
         """
         images = self.trace.batch_size
-        for_each = images >= PROBE_IMAGES and any(size % images == 0 for made in call.outputs for size in made.shape)
-        return 1 if for_each or any(value.from_input for value in call.inputs) else images
+        if images < PROBE_IMAGES:
+            return 1 if any(value.from_input for value in call.inputs) else images
+        for_each = any(self.has_images(value) for value in (*call.inputs, *call.outputs) if value.parameter is None)
+        return 1 if for_each or self.trace.calls_at[call.target, call.where] >= images else images
+
+    def has_images(self, value: Value) -> bool:
+        """Whether a dimension of a value runs over images (or over images times something else)."""
+        return any(size % self.trace.batch_size == 0 for size in value.shape)
 
     def batch_axis(self, value: Value) -> int:
         """The first dimension that is a multiple of the number of images; 0 if there is none."""
         images = self.trace.batch_size
         return next((axis for axis, size in enumerate(value.shape) if size % images == 0), 0)
+
+    def axis_of_channels(self, value: Value) -> int | None:
+        """The dimension along which the channels of a value lie; that of a single channel is some other than the
+        images' of size 1. None where there is none, as where one channel is spread over many places."""
+        labels = self.labels_of(value)
+        if labels is None:
+            return None
+        if varying := varying_axes(labels):
+            return max(varying, key=labels.shape.__getitem__)
+        images = self.batch_axis(value)
+        return next((axis for axis, size in enumerate(value.shape) if size == 1 and axis != images), None)
 
     def reading(self, call: Call, labels: MaybeLabels) -> MaybeLabels:
         """What a mixing layer reads; from an indexed stream, through a mask of its own."""
@@ -145,19 +163,18 @@ class Book(LayerBook):
         assert call.layer is not None
         if self.trace.layer_calls[call.layer] > 1:
             return labels  # one mask could not serve several inputs
+        axis = self.axis_of_channels(value)
+        if axis is None:
+            return labels
         self.freeze(labels, "is a stream that blocks index into")
-        axis = int(np.argmax(labels.shape))
         atoms = self.fresh(("read", call.layer), value.shape[axis])
         self.read_ports[call.layer] = Port(call.layer, axis, atoms, self.batch_axis(value))
         return along(atoms, axis, labels.ndim)
 
 
-def follow(
-    trace: Trace, modules: Mapping[str, nn.Module], cuts: StreamCuts = NO_CUTS, *, book: Book | None = None
-) -> Book:
-    """Walk through the calls in order and fill a book (a new one, or one that a walk in another mode began)."""
-    if book is None:
-        book = Book(trace, modules, cuts)
+def follow(trace: Trace, modules: Mapping[str, nn.Module], cuts: StreamCuts = NO_CUTS) -> Book:
+    """Walk through the calls in order and fill a book."""
+    book = Book(trace, modules, cuts)
     walk(book, trace)
     return book
 
@@ -204,10 +221,9 @@ def _apply(call: Call, book: Book) -> list[MaybeLabels]:
 
 def cut_behind(book: Book, name: str, value: Value) -> None:
     """What `name` returns enters a stream: behind it, the stream's own channels; before it, the layer's."""
-    labels = book.labels_of(value)
-    if labels is None:
+    labels, axis = book.labels_of(value), book.axis_of_channels(value)
+    if labels is None or axis is None:
         return
-    axis = int(np.argmax(labels.shape))
     book.write_ports[name] = Port(name, axis, labels.reshape(-1), book.batch_axis(value))
     book.before_cut[value.index] = labels
     book.labels[value.index] = along(book.fresh(("stream", name), value.shape[axis]), axis, labels.ndim)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headgate.graph.branches import find_branches
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Mask, gates_of
 from headgate.graph.layer_rules import Usage
+from headgate.graph.trace import Trace, under
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ def find_sites(graph: ChannelGraph, static: Sequence[str] = ()) -> tuple[Site, .
     search = _Search(graph)
     masks_at: dict[int, list[int]] = {}
     for number, mask in enumerate(graph.masks):
-        if static and all(any(_under(layer, prefix) for prefix in static) for layer in mask.layers):
+        if static and all(any(under(layer, prefix) for prefix in static) for layer in mask.layers):
             continue
         value = search.deciding(number, mask)
         if value is not None:
@@ -73,8 +74,16 @@ def folded_readers(graph: ChannelGraph, sites: Sequence[Site]) -> tuple[Site, ..
     return tuple(site for site in found if site.folded)
 
 
-def _under(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".")
+def needed_calls(trace: Trace) -> set[int]:
+    """The calls that the network's answer depends on."""
+    needed: set[int] = set()
+    values = {value.index for value in trace.outputs}
+    changing = {call.index for _, call in trace.overwritten}
+    for call in reversed(trace.calls):
+        if call.index in changing or any(value.index in values for value in call.outputs):
+            needed.add(call.index)
+            values.update(value.index for value in call.inputs)
+    return needed
 
 
 class _Search:
@@ -84,9 +93,11 @@ class _Search:
         self.graph = graph
         self.trace = graph.trace
         self.usages = {usage.layer: usage for usage in graph.book.usages}
+        needed = needed_calls(self.trace)
         once = [
-            call for call in self.trace.calls if call.layer in self.usages and self.trace.layer_calls[call.layer] == 1
-        ]
+            call for call in self.trace.calls
+            if call.index in needed and call.layer in self.usages and self.trace.layer_calls[call.layer] == 1
+        ]  # fmt: skip
         self.called_at = {call.layer: call.index for call in once if call.layer is not None}
         self.value_read = {call.layer: call.inputs[0] for call in once if call.layer is not None}
         self.first_reader: dict[int, Usage] = {}

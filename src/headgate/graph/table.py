@@ -63,6 +63,24 @@ def _masks(graph: ChannelGraph, gates: NDArray[np.int64] | None) -> list[Mask]:
     return [graph.masks[number] for number in numbers]
 
 
+def as_text(graph: ChannelGraph) -> str:
+    """The whole table, in columns."""
+    lines = [("layer", "type", "MACs", "share", "gates", "mask, or why there is none")]
+    for row in layer_rows(graph):
+        note = ", ".join(row.masks_out) or row.reason or "nothing to gate"
+        lines.append((row.name, row.kind, f"{row.macs:,}", f"{row.share:.1%}", str(row.gates_out or "–"), note))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
+    text = "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line[:-1], widths, strict=True))
+        )
+        + f"  {line[-1]}"
+        for line in lines
+    )
+    return f"{text}\n{graph!r}"
+
+
 def as_json(graph: ChannelGraph, name: str) -> dict[str, Any]:
     """The whole table as plain data."""
     return {

@@ -15,9 +15,11 @@ import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, count
+from math import isqrt
 from typing import Any
 
 import torch
@@ -31,8 +33,8 @@ from headgate.errors import ModelError, TraceError
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 OWN_FILE = __file__
 PROBE_IMAGES = 101
-"""Images in a trace on the meta device, where they cost nothing: a number that is no other size, so that the dimension
-that runs over images can be told from the others."""
+"""Images in a trace on the meta device, where they cost nothing: a number that is hardly ever another size, so that the
+dimension that runs over images can be told from the others. Where it is one, a larger number is taken."""
 DATA_DEPENDENT_OPS = {
     torch.ops.aten._local_scalar_dense.default: "turns a tensor into a Python number or a branch",
     torch.ops.aten.nonzero.default: "takes a shape that depends on the data",
@@ -51,6 +53,8 @@ class Value:
     parameter: str | None = None
     """Name of the parameter or buffer that this is, if it is one."""
     from_input: bool = False
+    in_state: bool = True
+    """False for a buffer that no state dict holds (persistent=False)."""
 
 
 @dataclass(eq=False)
@@ -75,6 +79,13 @@ class Call:
         return f"{self.target} in `{self.inside or 'the model'}` ({self.where})"
 
 
+def written_by(call: Call) -> list[Value]:
+    """The values that an operator overwrites."""
+    if not isinstance(call.target, OpOverload):
+        return []
+    return [given for given in _written(call.target, call.args) if isinstance(given, Value)]
+
+
 @dataclass(eq=False)
 class ModuleSpan:
     """One call of a module: the calls first..last (exclusive) ran inside it."""
@@ -84,6 +95,8 @@ class ModuleSpan:
     first: int
     last: int = -1
     outputs: tuple[Value, ...] = ()
+    gives_tensor: bool = False
+    """Whether it returned a tensor, and not a tuple or the like with tensors in it."""
 
 
 @dataclass(eq=False)
@@ -105,6 +118,11 @@ class Trace:
         return Counter(call.layer for call in self.calls if call.layer is not None)
 
     @cached_property
+    def calls_at(self) -> Counter[tuple[Any, str]]:
+        """How often each layer, or operator in a line of code, was called: (target, where) → times."""
+        return Counter((call.target, call.where) for call in self.calls)
+
+    @cached_property
     def spans_of(self) -> dict[str, list[ModuleSpan]]:
         """The calls of each module, by its name."""
         spans: dict[str, list[ModuleSpan]] = defaultdict(list)
@@ -124,6 +142,10 @@ class Trace:
         """Calls of modules whose one input is this value."""
         return self._spans_by_input.get(value.index, [])
 
+    def values(self) -> Iterator[Value]:
+        """All values, some of them more than once."""
+        return chain(self.inputs, self.outputs, *((*call.inputs, *call.outputs) for call in self.calls))
+
     def users(self) -> dict[int, list[Call]]:
         """Calls that read a value, by the value's index."""
         users: dict[int, list[Call]] = {}
@@ -140,6 +162,11 @@ def as_arguments(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_input, (tuple, list)):
         return tuple(example_input), {}
     return (example_input,), {}
+
+
+def under(name: str, module: str) -> bool:
+    """Whether a module or tensor is this module or lies inside it, by its name."""
+    return name == module or name.startswith(f"{module}.")
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -236,21 +263,43 @@ def _check_traceable(model: nn.Module) -> None:
 
 
 def _record(model: nn.Module, example_input: Any, layers: Layers, training: bool, on_meta: bool) -> Trace:
-    given = batch_size_of(example_input)
-    crash: Exception | None = None
-    for batch_size in (PROBE_IMAGES, given) if on_meta else (given,):
+    def attempt(images: int) -> Trace:
         twin = stripped_copy(model, to_meta=on_meta).train(training)
-        recorder, answer = run_recorded(twin, example_input, layers, batch_size, on_meta)
-        if recorder.crash is None:
-            if not recorder.trace.outputs:
-                raise TraceError(
-                    f"the model returns a {type(answer).__name__} in which no tensor is found: return a tensor, or a "
-                    "tuple, dict or dataclass of tensors"
-                )
-            return recorder.trace
-        crash = recorder.crash
-    assert crash is not None
-    raise crash
+        recorder, answer = run_recorded(twin, example_input, layers, images, on_meta)
+        if recorder.crash is not None:
+            raise recorder.crash
+        if not recorder.trace.outputs:
+            raise TraceError(
+                f"the model returns a {type(answer).__name__} in which no tensor is found: return a tensor, or a "
+                "tuple, dict or dataclass of tensors"
+            )
+        return recorder.trace
+
+    given = batch_size_of(example_input)
+    if on_meta:
+        with suppress(Exception):  # a model may want as many images as the example has
+            probed = attempt(PROBE_IMAGES)
+            return attempt(_other_probe(probed)) if _is_ambiguous(probed) else probed
+    return attempt(given)
+
+
+def _is_ambiguous(recorded: Trace) -> bool:
+    """Whether some dimension may have the probe's size by chance: a parameter's, or one beside that over images."""
+    images = recorded.batch_size
+    return any(
+        sum(size % images == 0 for size in value.shape) > (0 if value.parameter is not None else 1)
+        for value in recorded.values()
+    )
+
+
+def _other_probe(recorded: Trace) -> int:
+    """A prime number of images that divides no size of a trace: with so many, only images make multiples of it."""
+    sizes = {size for value in recorded.values() for size in value.shape if size}
+    return next(
+        number
+        for number in count(PROBE_IMAGES + 2, 2)
+        if all(number % divisor for divisor in range(3, isqrt(number) + 1, 2)) and all(size % number for size in sizes)
+    )
 
 
 def run_recorded(
@@ -301,6 +350,9 @@ class Recorder(TorchDispatchMode):
         self._value_count = 0
         named = chain(model.named_parameters(), model.named_buffers())
         self._parameters = {id(tensor): name for name, tensor in named}
+        self._unsaved = {
+            id(module._buffers.get(name)) for module in model.modules() for name in module._non_persistent_buffers_set
+        }
         for name, module in model.named_modules():
             layer = is_layer(module)
             module.register_forward_pre_hook(self._enter(name, layer), with_kwargs=True, prepend=False)
@@ -325,7 +377,10 @@ class Recorder(TorchDispatchMode):
         return known if known is not None else self._new_value(tensor, from_input)
 
     def _new_value(self, tensor: Tensor, from_input: bool) -> Value:
-        value = Value(self._value_count, tuple(tensor.shape), self._parameters.get(id(tensor)), from_input)
+        value = Value(
+            self._value_count, tuple(tensor.shape), self._parameters.get(id(tensor)), from_input,
+            id(tensor) not in self._unsaved,
+        )  # fmt: skip
         self._value_count += 1
         self._values[id(tensor)] = value
         self._alive.append(tensor)
@@ -355,6 +410,7 @@ class Recorder(TorchDispatchMode):
                 self._write(kind, name, (args, kwargs), output, span.inputs, name, fresh=True)
             span.last = len(self.trace.calls)
             span.outputs = tuple(self.value(tensor) for tensor in tensors_in(output))
+            span.gives_tensor = isinstance(output, Tensor)
 
         return hook
 
@@ -387,7 +443,7 @@ class Recorder(TorchDispatchMode):
                 "Gate the submodules without control flow one by one"
             )
         output = func(*args, **kwargs)
-        written = _written_tensors(func, args)
+        written = [given for given in _written(func, args) if isinstance(given, Tensor)]
         call = self._write(func, None, (args, kwargs), output, inputs, _users_line(), fresh=False)
         if written:
             self._overwrite(call, written, output, from_input)
@@ -413,14 +469,11 @@ class Recorder(TorchDispatchMode):
         ]
 
 
-def _written_tensors(func: OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
+def _written(func: OpOverload, args: tuple[Any, ...]) -> list[Any]:
     if not func._schema.is_mutable:
         return []
-    written = []
-    for declared, given in zip(func._schema.arguments, args, strict=False):
-        if declared.alias_info is not None and declared.alias_info.is_write and isinstance(given, Tensor):
-            written.append(given)
-    return written
+    pairs = zip(func._schema.arguments, args, strict=False)
+    return [given for declared, given in pairs if declared.alias_info is not None and declared.alias_info.is_write]
 
 
 def _users_line() -> str:

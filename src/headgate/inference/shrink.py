@@ -24,7 +24,7 @@ from headgate.gates.draws import detach
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, Decisions
 from headgate.graph.labels import Labels
 from headgate.graph.layer_rules import Index, Mixing, rule_for
-from headgate.graph.plan import Plan, fingerprint, make_plan, restructure, small_state
+from headgate.graph.plan import Plan, fingerprint, make_plan, put, restructure, small_state
 from headgate.graph.propagate import kept_places
 from headgate.graph.relayout import dense_name
 from headgate.graph.trace import as_arguments, stripped_copy, tensors_in
@@ -174,8 +174,7 @@ def _fold(small: nn.Module, graph: ChannelGraph, plan: Plan) -> list[tuple[str, 
         layer, norm = (small.get_submodule(by_name[name]) for name in names)
         if _foldable(layer) and isinstance(norm, _BatchNorm) and norm.running_var is not None:
             _fold_pair(layer, norm)
-            owner, _, leaf = by_name[names[1]].rpartition(".")
-            setattr(small.get_submodule(owner), leaf, nn.Identity())
+            put(small, by_name[names[1]], nn.Identity())
             folded.append(names)
     return folded
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from headgate.gates.cost import dead_branches
 from headgate.gates.draws import Board, attach
 from headgate.graph.grouping import ChannelGraph, Decisions
-from headgate.graph.plan import Plan, make_plan
+from headgate.graph.plan import Plan, first_names, make_plan
 from headgate.graph.relayout import dense_name, index_tensor
 from headgate.inference.shrink import build
 
@@ -43,8 +43,10 @@ def squeeze(dense: nn.Module, graph: ChannelGraph, left: Decisions, board: Board
 def write_back_(dense: nn.Module, squeezed: Squeezed) -> None:
     """Give the dense network the stand-in's tensors at their places, and zeros where channels are gone for good."""
     found = {dense_name(name): tensor for name, tensor in squeezed.net.state_dict().items()}
+    first = first_names(dense)
     for name, tensor in dense.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
+        owner = name.rpartition(".")[0]
+        if isinstance(tensor, Tensor) and first.get(owner) == owner:
             if name not in found or name in squeezed.plan.take:
                 tensor.data.zero_()
             if name in found:
