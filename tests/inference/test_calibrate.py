@@ -283,7 +283,7 @@ def test_further_inputs_of_a_batch_are_not_dropped() -> None:
         return gated.model.norm.running_mean.clone()
 
     rows = [(randn(6, *X, seed=n), (randn(6, *X, seed=n + 9) > 0).float(), torch.arange(6) % 5) for n in range(2)]
-    assert torch.equal(calibrated([row for row in rows]), calibrated([((x, mask), y) for x, mask, y in rows]))
+    assert torch.equal(calibrated(list(rows)), calibrated([((x, mask), y) for x, mask, y in rows]))
     with pytest.raises(HeadgateError, match=r"takes 2 tensors.*\(first, second, labels\)"):
         calibrated([(x, y) for x, _, y in rows])
 

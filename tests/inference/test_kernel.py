@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,8 +18,8 @@ from torch import Tensor
 
 import headgate
 from headgate.inference import kernel
-from headgate.inference.kernel import masked_conv2d, native, plain
-from headgate.inference.kernel.prepared import read_planes
+from headgate.inference.kernel import masked_conv2d, native, plain, prepared
+from headgate.inference.kernel.prepared import Conv, read_planes
 
 SOURCE = Path(kernel.__file__).parent
 COMPILER = shutil.which("g++")
@@ -219,6 +221,69 @@ def test_without_the_compiled_kernel_the_twin_answers(monkeypatch: pytest.Monkey
 def test_other_precisions_are_the_twins() -> None:
     x, w = torch.randn(1, 2, 4, 4, dtype=torch.float64), torch.randn(2, 2, 1, 1, dtype=torch.float64)
     assert masked_conv2d(x, w).dtype == torch.float64
+
+
+def test_a_library_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find = native.compiled.__wrapped__
+    assert find().headgate_version() == native.VERSION
+    monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
+    with pytest.warns(RuntimeWarning, match="of another version.*Install headgate again"):
+        assert find() is None
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    assert find() is None, "where nothing was compiled, nothing is said"
+
+
+def test_images_with_more_places_than_32_bits_can_tell() -> None:
+    channels, side = 65, 5793
+    assert channels * side**2 > 2**31
+    no_reserve = 0x4000  # pages that are not read take no memory; mmap.MAP_NORESERVE of later Pythons, on Linux
+    memory = mmap.mmap(-1, 4 * channels * side**2, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    x = torch.frombuffer(memory, dtype=torch.float32).view(1, channels, side, side)
+    x[0, -1, 1000, 2000] = 3
+    last = torch.arange(channels)[None] == channels - 1
+    y = masked_conv2d(x, torch.full((1, channels, 1, 1), 2.0), in_mask=last, stride=(1000, 1000))
+    assert y.shape == (1, 1, 6, 6) and y[0, 0, 1, 2] == 6 and int(y.count_nonzero()) == 1
+
+
+def test_what_is_too_large_for_the_kernel_is_the_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_of_now = native.compiled()
+    assert kernel_of_now is not None
+
+    def asked(channels: int, side: int) -> int:
+        numbers = (ctypes.c_int64 * 15)(1, channels, side, side, 0, side, side, 3, 3, 1, 1, 1, 1, 1, 1)
+        nothing = None, None, None, None, None, None, 0, None, 0
+        answer: int = kernel_of_now.headgate_conv2d(*nothing, ctypes.addressof(numbers), 0, 0, 1, -1)
+        return answer
+
+    assert asked(65, 5793) == 1 and asked(2**28, 1) == 1 and asked(64, 56) == 0
+
+    x, w, residual = torch.randn(2, 4, 5, 5), torch.randn(4, 4, 3, 3), torch.randn(2, 4, 5, 5)
+    given = x, w, None, torch.rand(2, 4) < 0.5, torch.rand(2, 4) < 0.5
+    expected = plain.conv2d(*given, residual, (1, 1), (1, 1), (1, 1), True)
+    layer = Conv(w, None, [1, 1], [1, 1], [1, 1], True, True, False)
+
+    class TooLarge:
+        @staticmethod
+        def headgate_conv2d(*_: Any) -> int:
+            return 1
+
+    monkeypatch.setattr(native, "compiled", lambda: TooLarge)
+    layer._call = TooLarge
+    pairs = [1, 1], [1, 1], [1, 1]
+    in_place = residual.clone()
+    torch.ops.headgate.masked_conv2d_add_(*given, in_place, *pairs, True, False)
+    answers = torch.ops.headgate.masked_conv2d(*given, residual, *pairs, True), in_place
+    assert all(torch.equal(answer, expected) for answer in answers)
+    assert torch.equal(layer(x, *given[3:], residual), expected)
+
+
+def test_a_layer_remembers_only_so_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "MOST_SHAPES", 3)
+    layer = Conv(torch.randn(3, 2, 1, 1), None, [1, 1], [0, 0], [1, 1], False, False, False)
+    for images in (1, 2, 3, 4, 5, 1):
+        x = torch.randn(images, 2, 4, 4)
+        torch.testing.assert_close(layer(x, None, None, None), F.conv2d(x, layer.weight))
+        assert len(layer._shapes) <= 3
 
 
 class Masked(torch.nn.Module):

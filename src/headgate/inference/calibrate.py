@@ -151,14 +151,14 @@ class Takes(NamedTuple):
     names: tuple[str, ...] = ()
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return len(self.dims)
 
     def fit(self, given: Sequence[Any]) -> bool:
         """Whether these can be what the model takes; several are told from labels by their dimensions."""
-        if not given or len(given) < self.count or not all(isinstance(tensor, Tensor) for tensor in given):
+        if not given or len(given) < self.number or not all(isinstance(tensor, Tensor) for tensor in given):
             return False
-        return self.count == 1 or all(tensor.dim() == dim for tensor, dim in zip(given, self.dims, strict=False))
+        return self.number == 1 or all(tensor.dim() == dim for tensor, dim in zip(given, self.dims, strict=False))
 
 
 ONE = Takes()
@@ -169,17 +169,17 @@ def inputs_of(batch: Any, takes: Takes = ONE) -> tuple[Any, ...]:
     several, ((first, second), labels) or (first, second, labels), or if it takes them by names, {"first": …, …}."""
     if takes.names and isinstance(batch, dict) and all(name in batch for name in takes.names):
         return tuple(batch[name] for name in takes.names)
-    if isinstance(batch, Tensor) and takes.count == 1:
+    if isinstance(batch, Tensor) and takes.number == 1:
         return (batch,)
     if isinstance(batch, (tuple, list)) and batch:
-        first = batch[: takes.count]
+        first = batch[: takes.number]
         if isinstance(batch[0], (tuple, list)):
             first = batch[0]
         if takes.fit(first):
             return tuple(first)
-    if takes.count > 1:
+    if takes.number > 1:
         raise HeadgateError(
-            f"the model takes {takes.count} tensors, and a loader's batch, a {type(batch).__name__}, does not begin "
+            f"the model takes {takes.number} tensors, and a loader's batch, a {type(batch).__name__}, does not begin "
             "with them: yield ((first, second), labels), or (first, second, labels)"
         )
     if isinstance(batch, dict):
@@ -195,7 +195,7 @@ def labelled(batch: Any, takes: Takes = ONE) -> tuple[tuple[Any, ...], Tensor]:
     """The model's arguments and the labels in a loader's batch: (images, labels), or {"image": …, "label": …}."""
     labels = None
     if isinstance(batch, (tuple, list)) and batch:
-        inputs = 1 if isinstance(batch[0], (tuple, list)) else takes.count
+        inputs = 1 if isinstance(batch[0], (tuple, list)) else takes.number
         labels = batch[inputs] if len(batch) == inputs + 1 else None
     elif isinstance(batch, dict):
         labels = next((batch[key] for key in ("label", "labels", "target", "targets", "y") if key in batch), None)

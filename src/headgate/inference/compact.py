@@ -9,6 +9,7 @@ training.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,14 +29,15 @@ from headgate.gates.cost import dead_branches
 from headgate.gates.dynamic import DynamicGates
 from headgate.gates.gumbel import threshold_logit
 from headgate.graph.grouping import ChannelGraph, Decisions
-from headgate.graph.plan import make_plan
+from headgate.graph.plan import first_names, make_plan
 from headgate.graph.sites import folded_readers
 from headgate.inference.kernel import native, plain
+from headgate.inference.kernel.op import is_recorded
 from headgate.inference.kernel.prepared import Conv
 from headgate.inference.lowering.fate import ALWAYS, DEPENDS, gates_over_all_images, left_after_folding
 from headgate.inference.lowering.masks import GateSite
-from headgate.inference.lowering.rewrite import Lowering, Report
-from headgate.inference.shrink import build
+from headgate.inference.lowering.rewrite import Lowering, Report, marked
+from headgate.inference.shrink import TOLERANCE, build, difference, random_like
 
 aten = torch.ops.aten
 MEASURED_ROUNDS = 4
@@ -45,6 +47,10 @@ PARTS = (4, 1)
 """Images at once that are tried for larger batches."""
 PARTS_GAIN = 0.97
 """A batch is computed in parts where that takes less than this share of the time at once."""
+MOST_SIZES = 1024
+"""Of images that a compact network remembers whether it is right for."""
+RECORDING = threading.RLock()
+"""torch.export turns switches of the whole process: two at a time fail, and leave them wrong."""
 QUICKER = "quicker than the kernel here"
 MADE_ANEW = "a compact network is made anew from the gated one"
 NO_KERNEL = "no compiled kernel here: in plain PyTorch"
@@ -64,27 +70,34 @@ class Sizes:
         """Raises for images that the program would compute wrongly. A new size is recorded once: that takes seconds."""
         if not isinstance(x, Tensor):
             raise HeadgateError(f"a compact network takes a tensor of images, got {type(x).__name__}")
-        shape = x.shape[1:]
-        if shape not in self._fits:
-            self._fits[shape] = x.dim() == self._example.dim() and self._is_the_same(x)
-        if not self._fits[shape]:
+        if not self._fits.get(x.shape[1:], False) and not self._is_the_same(x):
             raise HeadgateError(
                 f"this compact network was made for images of {tuple(self._example.shape[1:])} and would be wrong "
-                f"for {tuple(shape)}: gate() the model with an example of that size and call compact() again"
+                f"for {tuple(x.shape[1:])}: gate() the model with an example of that size and call compact() again"
             )
 
     def check_known(self, x: Tensor) -> None:
         """The same where nothing can be recorded: only sizes that were seen before will do."""
-        if not any(fits and tuple(x.shape[1:]) == tuple(shape) for shape, fits in self._fits.items()):
+        if not any(fits and tuple(x.shape[1:]) == tuple(shape) for shape, fits in list(self._fits.items())):
             raise HeadgateError("this compact network has not seen images of this size: call it once before compiling")
 
     def _is_the_same(self, x: Tensor) -> bool:
-        try:
-            if self._recorded is None:
-                self._recorded = _written_down(_exported(self._net, self._example))
-            return self._recorded == _written_down(_exported(self._net, torch.empty_like(x[:1], device="meta")))
-        except HeadgateError:
-            return False
+        """Whether images of this size would record the same. Where they can't be recorded, the next call tries again:
+        that may not be the size's fault."""
+        with RECORDING:  # whoever comes with the same size meanwhile waits for the answer
+            shape = x.shape[1:]
+            if shape in self._fits or x.dim() != self._example.dim():
+                return self._fits.get(shape, False)
+            try:
+                if self._recorded is None:
+                    self._recorded = _written_down(_exported(self._net, self._example))
+                same = self._recorded == _written_down(_exported(self._net, torch.empty_like(x[:1], device="meta")))
+            except HeadgateError:
+                return False
+            if len(self._fits) >= MOST_SIZES:
+                self._fits = {self._example.shape[1:]: True}
+            self._fits[shape] = same
+            return same
 
 
 def _written_down(program: fx.GraphModule) -> list[str]:
@@ -194,14 +207,20 @@ class CompactModel(nn.Module):
         return tree_unflatten(joined, found[0][1])
 
     def _parts_are_the_same(self, images: Tensor) -> bool:
-        """Whether everything that it returns is of images side by side, so that parts can be put together again."""
+        """Whether everything that it returns is of images side by side, and no image has a say in what becomes of
+        another, so that parts can be put together again."""
         if len(images) < 2:
             return False
+        images = random_like(images)  # the given ones may all be alike
         whole, first = (tree_flatten(self._quick(part))[0] for part in (images, images[:1]))
-        return all(
+        side_by_side = all(
             isinstance(all_, Tensor) and all_.dim() and all_.shape == (len(images), *one.shape[1:]) and len(one) == 1
             for all_, one in zip(whole, first, strict=True)
         )
+        if not side_by_side:
+            return False
+        alone = tree_flatten(self._in_parts(images, 1))[0]
+        return all(difference(*pair) <= TOLERANCE[torch.float32] for pair in zip(whole, alone, strict=True))
 
     def watched(self, images: Tensor) -> tuple[Any, Tensor]:
         """What it returns, and which gates were open for which image; those of branches that died are all closed."""
@@ -224,7 +243,7 @@ class CompactModel(nn.Module):
     def forward(self, images: Tensor) -> Any:
         """What the gated network returns in eval mode."""
         with torch.no_grad():
-            if torch.compiler.is_compiling():
+            if is_recorded(images):
                 self._sizes.check_known(images)
                 return self.program(images)
             self._sizes.check(images)
@@ -373,7 +392,8 @@ def compact(
     folded = any((fate[graph.masks[mask].gates] != DEPENDS).any() for mask in looking)
     left = left_after_folding(graph, fate, dynamic)
     net = build(model, make_plan(graph, left, dead_branches(graph, left))).eval()
-    program = _exported(net, example)
+    with marked(net, graph):
+        program = _exported(net, example)
     lowering = Lowering(program, graph, left, fate, dynamic)
     lowering.carry_out()
     _delete_unused(program)
@@ -391,6 +411,14 @@ def _delete_unused(program: fx.GraphModule) -> None:
             delattr(program.get_submodule(owner), own)
 
 
+def _by_first_names(program: fx.GraphModule, net: nn.Module) -> None:
+    """Note down the modules that operators were recorded in by the names that the channel graph has for them."""
+    first = first_names(net)
+    for node in program.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {key: (first.get(path, path), kind) for key, (path, kind) in stack.items()}
+
+
 def _on_meta(net: nn.Module) -> nn.Module:
     """The network without its numbers."""
     return copy.deepcopy(net, {id(tensor): _like_on_meta(tensor) for tensor in [*net.parameters(), *net.buffers()]})
@@ -404,7 +432,7 @@ def _like_on_meta(tensor: Tensor) -> Tensor:
 def _exported(net: nn.Module, example: Tensor) -> fx.GraphModule:
     """The network's operators, for any number of images, none of them in place."""
     two = torch.cat([example[:1], example[:1]])  # one image would be taken for a constant
-    with warnings.catch_warnings(), torch.no_grad():
+    with RECORDING, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         any_number = torch.export.ShapesCollection()
         any_number[two] = {0: torch.export.Dim("batch")}
@@ -419,4 +447,5 @@ def _exported(net: nn.Module, example: Tensor) -> fx.GraphModule:
                 "does not)"
             ) from error
     assert isinstance(program, fx.GraphModule)
+    _by_first_names(program, net)
     return program

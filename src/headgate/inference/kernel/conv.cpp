@@ -175,7 +175,7 @@ thread_local Scratch shared_copies, own_copies, own_sums, own_pack;
 // The open channels of an image, and the list of what is read for each output.
 struct Image {
   std::vector<int32_t> inputs, outputs;
-  std::vector<int32_t> x_places, w_places;
+  std::vector<int32_t> x_places, w_places;  // packed pixels need no places
 };
 
 void list_open(const uint8_t* mask, int64_t count, std::vector<int32_t>& open) {
@@ -203,7 +203,7 @@ struct Job {
     list_open(in_mask ? in_mask + b * in_mask_stride : nullptr, s.in_channels, image.inputs);
     list_open(out_mask ? out_mask + b * out_mask_stride : nullptr, s.out_channels, image.outputs);
     const size_t entries = image.outputs.empty() ? 0 : image.inputs.size() * taps;
-    image.x_places.resize(entries);
+    image.x_places.resize(packed ? 0 : entries);
     image.w_places.resize(entries);
     size_t e = 0;
     for (size_t i = 0; e < entries; ++i)
@@ -211,10 +211,9 @@ struct Job {
         for (int64_t kw = 0; kw < s.kernel_w; ++kw, ++e) {
           const int64_t dh = kh * s.dilation_h, dw = kw * s.dilation_w;
           const int64_t ph = copy.phases_h == 1 ? 0 : dh % s.stride_h, pw = copy.phases_w == 1 ? 0 : dw % s.stride_w;
-          const int64_t place = packed ? image.inputs[i] * in_plane
-                                       : static_cast<int64_t>(i) * copy.plane + (ph * copy.phases_w + pw) * copy.phase +
-                                             (dh / s.stride_h) * copy.columns + dw / s.stride_w;
-          image.x_places[e] = static_cast<int32_t>(place);
+          if (!packed)
+            image.x_places[e] = static_cast<int32_t>(i * copy.plane + (ph * copy.phases_w + pw) * copy.phase +
+                                                     (dh / s.stride_h) * copy.columns + dw / s.stride_w);
           image.w_places[e] = static_cast<int32_t>(image.inputs[i] * taps + kh * s.kernel_w + kw);
         }
   }
@@ -227,15 +226,15 @@ struct Job {
     copy_channel(s, copy, x + (b * s.in_channels + image.inputs[i]) * in_plane, copies + i * copy.plane);
   }
 
-  // The pixels [pixel, pixel + width) of some entries, side by side; zeros behind the last pixel.
-  void pack(const float* image_x, const int32_t* places, int64_t entries, int64_t pixel, int64_t width,
+  // The pixels [pixel, pixel + width) of some channels, side by side; zeros behind the last pixel.
+  void pack(const float* image_x, const int32_t* channels, int64_t entries, int64_t pixel, int64_t width,
             float* to) const {
     const int64_t count = std::min(width, out_plane - pixel);
     for (int64_t e = 0; e < entries; ++e, to += width) {
-      const float* from = image_x + places[e];
+      const float* from = image_x + channels[e] * in_plane;
       if (s.stride_h == 1 && s.stride_w == 1) {
         if (e + 8 < entries) {
-          const float* soon = image_x + places[e + 8] + pixel;
+          const float* soon = image_x + channels[e + 8] * in_plane + pixel;
           __builtin_prefetch(soon);
           __builtin_prefetch(soon + 16);
         }
@@ -259,7 +258,7 @@ struct Job {
     if (last_out <= first_out) return;
     const float* image_x = x + b * s.in_channels * in_plane;
     float* pack_room = packed ? own_pack.at_least(ENTRIES_A_PART * TILE_VECTORS * lanes) : nullptr;
-    const int64_t entries = image.x_places.size();
+    const int64_t entries = image.w_places.size();
     const int64_t parts = std::max<int64_t>(1, (entries + ENTRIES_A_PART - 1) / ENTRIES_A_PART);
     const int64_t room_row = TILE_VECTORS * lanes;
     float* room = own_sums.at_least((last_out - first_out) * room_row);
@@ -276,7 +275,7 @@ struct Job {
       const int64_t most_rows = rows_of(level, v);
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t first = entries * part / parts, last = entries * (part + 1) / parts;
-        if (packed) pack(image_x, image.x_places.data() + first, last - first, pixel, width, pack_room);
+        if (packed) pack(image_x, image.inputs.data() + first, last - first, pixel, width, pack_room);
         const float* pixels = packed ? pack_room : copies + pixel;
         const int32_t* places = packed ? nullptr : image.x_places.data() + first;
         for (int64_t k = first_out; k < last_out; k += most_rows) {
@@ -347,11 +346,14 @@ struct Job {
 
 extern "C" {
 
+// Of the functions below and in gates.cpp: another number wherever their arguments are others. Also in native.py.
+int headgate_version() { return 2; }
+
 int headgate_level() { return best_level(); }
 
 // Masks hold a byte for each image and channel (0: closed), or one row for all images (stride 0), or are null: all open.
 // `y` may be the residual itself; with `rectified`, the residual has no negative values. Returns 0, or -1 if memory ran
-// out.
+// out, or 1 where copies or weights have more places than 32 bits can tell: nothing is done then.
 int headgate_conv2d(const float* x, const float* w, const float* bias, const float* residual, float* y,
                     const uint8_t* in_mask, int64_t in_mask_stride, const uint8_t* out_mask, int64_t out_mask_stride,
                     const int64_t* numbers, int relu, int rectified, int threads, int level_wanted) {
@@ -366,6 +368,7 @@ int headgate_conv2d(const float* x, const float* w, const float* bias, const flo
   job.taps = s.kernel_h * s.kernel_w;
   job.packed = job.flat = job.taps == 1 && s.pad_h == 0 && s.pad_w == 0;
   job.copy = copy_of(s, job.lanes, job.flat);
+  if (s.in_channels * std::max(job.packed ? 0 : job.copy.plane, job.taps) > INT32_MAX) return 1;
   job.vectors = round_up(job.copy.run, job.lanes) / job.lanes;
   job.runs = (job.vectors + TILE_VECTORS - 1) / TILE_VECTORS;
   job.relu = relu != 0;

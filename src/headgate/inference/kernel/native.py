@@ -7,6 +7,7 @@ of operators or networks.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -15,22 +16,35 @@ from torch import Tensor
 
 LEVELS = ("portable", "avx2", "avx512")
 Pair = tuple[int, int]
+FOLDER = Path(__file__).parent
+VERSION = 2
+"""Of the functions' arguments, as in conv.cpp: a library that was built before they changed is not called."""
 
 
 @cache
 def compiled() -> ctypes.CDLL | None:
     """The compiled kernel, or None. torch is imported by then, so both share one pool of OpenMP threads."""
-    for path in sorted(Path(__file__).parent.glob("_conv*")):
+    passed_over = []
+    for path in sorted(FOLDER.glob("_conv*")):
         if path.suffix in (".so", ".pyd", ".dylib"):
             try:
                 return _typed(ctypes.CDLL(str(path)))
             except (OSError, AttributeError):
-                continue  # built for another machine, or of another version
+                passed_over.append(path.name)
+    if passed_over:
+        warnings.warn(
+            f"the compiled kernel ({', '.join(passed_over)}) is of another version or for another machine: conditional "
+            "networks use PyTorch's operators instead. Install headgate again to have it built",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
     return None
 
 
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its arguments. Raises AttributeError where it has others."""
     pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    if found.headgate_version() != VERSION:
+        raise AttributeError("a library of another version")
     found.headgate_conv2d.argtypes = [
         pointer, pointer, pointer, pointer, pointer, pointer, number, pointer, number, pointer, flag, flag, flag, flag,
     ]  # fmt: skip
@@ -58,9 +72,10 @@ def conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, in_mask: Tensor | None, out_mask: Tensor | None,
     residual: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, relu: bool, y: Tensor,
     rectified: bool = False, level: int = -1,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """Fill `y`, which may be the residual itself. All tensors are contiguous; masks are of bytes, one row an image or
-    one for all. `rectified` says that the residual has no negative values."""
+    one for all. `rectified` says that the residual has no negative values. False if the images are too large for the
+    kernel, which has done nothing then."""
     found = compiled()
     assert found is not None
     numbers = (ctypes.c_int64 * 15)(
@@ -71,8 +86,14 @@ def conv2d(
         at(in_mask), step(in_mask), at(out_mask), step(out_mask),
         ctypes.addressof(numbers), int(relu), int(rectified), torch.get_num_threads(), level,
     )  # fmt: skip
-    if failed:
+    return done(failed)
+
+
+def done(failed: int) -> bool:
+    """What a convolution's return value says: whether it is computed, or too large for the kernel."""
+    if failed < 0:
         raise MemoryError("the convolution's scratch memory could not be allocated")
+    return not failed
 
 
 def at(tensor: Tensor | None) -> int | None:
@@ -94,7 +115,6 @@ class Gates:
     ) -> None:  # fmt: skip
         self.tensors = tuple(tensor.contiguous() for tensor in (*trunk, head[0].t(), head[1]))
         self.sizes = sizes
-        self._pointers = tuple(tensor.data_ptr() for tensor in self.tensors)
         self._hidden = trunk[0].shape[0]
         self._numbers = (
             (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_uint8 * len(sizes))(*immortal), len(sizes),
@@ -109,8 +129,8 @@ class Gates:
         images, channels = x.shape[:2]
         masks = [x.new_empty(images, size, dtype=torch.bool) for size in self.sizes]
         failed = self._decide(
-            x.data_ptr(), at(arriving), step(arriving), *self._pointers, images, channels,
-            x.numel() // max(images * channels, 1), self._hidden, *self._numbers, threshold,
+            x.data_ptr(), at(arriving), step(arriving), *(tensor.data_ptr() for tensor in self.tensors), images,
+            channels, x.numel() // max(images * channels, 1), self._hidden, *self._numbers, threshold,
             self._rows(*(mask.data_ptr() for mask in masks)), torch.get_num_threads(),
         )  # fmt: skip
         if failed:

@@ -101,14 +101,14 @@ def _on_cpu(
     if residual is not None and list(residual.shape) != shape:
         raise HeadgateError(f"masked_conv2d: the residual is {tuple(residual.shape)}, the output {tuple(shape)}")
     pairs = (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1])
-    if not _native(x, weight) or 0 in shape:
-        return plain.conv2d(x, weight, bias, in_mask, out_mask, residual, *pairs, relu)
-    y = x.new_empty(shape)
-    native.conv2d(
-        x.contiguous(), weight.contiguous(), None if bias is None else bias.float().contiguous(), _bytes(in_mask),
-        _bytes(out_mask), None if residual is None else residual.float().contiguous(), *pairs, relu, y,
-    )  # fmt: skip
-    return y
+    if _native(x, weight) and 0 not in shape:
+        y = x.new_empty(shape)
+        if native.conv2d(
+            x.contiguous(), weight.contiguous(), None if bias is None else bias.float().contiguous(), _bytes(in_mask),
+            _bytes(out_mask), None if residual is None else residual.float().contiguous(), *pairs, relu, y,
+        ):  # fmt: skip
+            return y
+    return plain.conv2d(x, weight, bias, in_mask, out_mask, residual, *pairs, relu)
 
 
 @library.impl(_ops, "masked_conv2d_add_", "CPU")
@@ -124,10 +124,11 @@ def _adding_on_cpu(
     if list(residual.shape) != shape:
         raise HeadgateError(f"masked_conv2d_add_: the residual is {tuple(residual.shape)}, the output {tuple(shape)}")
     pairs = (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1])
-    native.conv2d(
+    if not native.conv2d(
         x.contiguous(), weight.contiguous(), None if bias is None else bias.float().contiguous(), _bytes(in_mask),
         _bytes(out_mask), residual, *pairs, relu, residual, rectified,
-    )  # fmt: skip
+    ):  # fmt: skip
+        residual.copy_(plain.conv2d(x, weight, bias, in_mask, out_mask, residual, *pairs, relu))
 
 
 def check_channels(x: Tensor, trunk_weight: Tensor) -> None:
@@ -172,6 +173,14 @@ def _pooled_shape(x: Tensor, kernel: Sequence[int], stride: Sequence[int], paddi
     if min(sizes) < 1:
         raise HeadgateError(f"max_pool2d: images of {tuple(x.shape[2:])} are smaller than the kernel {tuple(kernel)}")
     return [x.shape[0], x.shape[1], *sizes]
+
+
+def is_recorded(x: Tensor) -> bool:
+    """Whether torch.compile or torch.export records what is done with this tensor, and does not run it. The switch
+    that they turn is the whole process's: a plain tensor belongs to another thread than the one that exports."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and type(x) not in (Tensor, torch.nn.Parameter)
 
 
 def _native(*tensors: Tensor) -> bool:

@@ -70,7 +70,7 @@ class GateSite(nn.Module):
         `arriving` is the mask of the channels of `x` that was decided before, where there is one.
         """
         images = self._by_channel and x.dim() > 2 and x.dtype == torch.float32 and x.numel() > 0 and x.is_cpu
-        if images and not self.plain and not torch.compiler.is_compiling() and native.compiled() is not None:
+        if images and not self.plain and not op.is_recorded(x) and native.compiled() is not None:
             op.check_channels(x, self.trunk_weight)  # type: ignore[arg-type]
             if self._made is None:
                 self._made = native.Gates(*self._tensors(), self.sizes, self.immortal, self.groups)

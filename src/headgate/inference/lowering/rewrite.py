@@ -7,19 +7,26 @@ What has no fast path is computed densely and masked, and listed with the reason
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from headgate.errors import HeadgateError
+from headgate.gates.cost import dead_branches
 from headgate.gates.dynamic import DynamicGates, GateNetwork
+from headgate.graph.branches import ZERO_STAYS_ZERO
 from headgate.graph.grouping import ALWAYS_OPEN, ChannelGraph, CostItem, Decisions
+from headgate.graph.relayout import BODY, dense_name
+from headgate.graph.sites import needed_calls
+from headgate.graph.trace import Call
 from headgate.inference.lowering.fate import ALWAYS, DEPENDS
 from headgate.inference.lowering.masks import GateSite, alive, closed_where_dead, join_masks, times_mask
 from headgate.inference.lowering.nodes import (
@@ -50,6 +57,30 @@ class Report:
     dense: dict[str, str]
 
 
+def _handing_on(graph: ChannelGraph) -> set[str]:
+    """Modules whose output is masked and that give what they are given, as nn.Identity does."""
+    spans = [graph.trace.spans_of[gated.branch.mask_at][0] for gated in graph.branches]
+    spans += [graph.trace.spans_of[writer.layer][0] for writer in graph.writers]
+    return {span.name for span in spans if span.outputs[0].index in {value.index for value in span.inputs}}
+
+
+@contextmanager
+def marked(net: nn.Module, graph: ChannelGraph) -> Iterator[None]:
+    """Within this, modules that hand on what is masked behind them make a copy: they would leave no operator in the
+    exported graph. `Lowering` finds the copies and takes them away."""
+    names = _handing_on(graph)
+    hooks = [
+        module.register_forward_hook(lambda module, args, output: output.clone())
+        for name, module in net.named_modules()
+        if dense_name(name) in names and not name.endswith(BODY)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @dataclass
 class Lowering:
     """Rewrites the exported graph of a network."""
@@ -67,14 +98,26 @@ class Lowering:
 
     def __post_init__(self) -> None:
         self.ops = self.program.graph
+        handed_on = self._without_marks()
         self.nodes_of: dict[str, list[fx.Node]] = {}
         for node in self.ops.nodes:
             for name in modules_around(node):
                 self.nodes_of.setdefault(name, []).append(node)
+        self.nodes_of.update(handed_on)
         self.mask_of_gate = np.repeat(np.arange(len(self.graph.masks)), [mask.size for mask in self.graph.masks])
         self.place_of_gate = np.cumsum(self.left) - 1  # among those left; counted from the mask's first below
         self.covered: set[str] = set()
         """Modules whose output is masked by the kernel already."""
+
+    def _without_marks(self) -> dict[str, list[fx.Node]]:
+        """Take away the copies that stand for modules; what each of these modules hands on."""
+        names, found = _handing_on(self.graph), {}
+        for node in list(self.ops.nodes):
+            if node.target is aten.clone.default and (inside := modules_around(node)[-1:]) and inside[0] in names:
+                found[inside[0]] = [node.args[0]]
+                node.replace_all_uses_with(node.args[0])
+                self.ops.erase_node(node)
+        return found
 
     def carry_out(self) -> None:
         for node in list(self.ops.nodes):
@@ -376,16 +419,52 @@ class Lowering:
     def _mask_outputs(self) -> None:
         """Masks behind modules, where the kernel has not already written zeros."""
         for writer in self.graph.writers:
-            if writer.layer not in self.covered:
+            if self._is_left_to_mask(writer.layer):
                 self._behind(writer.layer, self._mask(self._left(writer.gates)), writer.axis, writer.batch_axis)
         for number, gated in enumerate(self.graph.branches):
-            if gated.branch.mask_at not in self.covered:
+            if self._is_left_to_mask(gated.branch.mask_at):
                 self._behind(gated.branch.mask_at, self._branch_lives(number), None, gated.batch_axis)
 
+    def _is_left_to_mask(self, module: str) -> bool:
+        """Whether a module's output is computed, and not by the kernel: nor is it what such an output becomes by
+        operators that leave zeros zeros."""
+        value = self.graph.trace.spans_of[module][0].outputs[0]
+        if value.index not in self._computed:
+            return False
+        while not self.covered & self._giving.get(value.index, set()):
+            producer = self._computed.get(value.index)
+            read = [] if producer is None else [given for given in producer.inputs if given.from_input]
+            if producer is None or producer.target not in ZERO_STAYS_ZERO or len(read) != 1:
+                return True
+            value = read[0]
+        return False
+
+    @cached_property
+    def _computed(self) -> dict[int, Call]:
+        """The call that makes each value that the answer needs and that is not folded away with its branch."""
+        needed = needed_calls(self.graph.trace)
+        for number in dead_branches(self.graph, self.left):
+            needed -= self.graph.branches[number].branch.calls
+        calls = [self.graph.trace.calls[index] for index in sorted(needed)]
+        return {value.index: call for call in calls for value in call.outputs}
+
+    @cached_property
+    def _giving(self) -> dict[int, set[str]]:
+        """The modules that give each value."""
+        found: dict[int, set[str]] = {}
+        for span in self.graph.trace.spans:
+            for value in span.outputs:
+                found.setdefault(value.index, set()).add(span.name)
+        return found
+
     def _behind(self, module: str, mask: fx.Node | None, axis: int | None, batch_axis: int) -> None:
+        if mask is None:
+            return  # never closed
         nodes = [node for node in self.nodes_of.get(module, ()) if node.users and node.op == "call_function"]
-        if not nodes or mask is None:
-            return  # folded away with its branch, or never closed
+        if not nodes:
+            raise HeadgateError(
+                f"`{module}`, whose output is masked, is not found in the exported network: use the gated model itself"
+            )
         last = nodes[-1]
         users = list(last.users)
         with self.ops.inserting_after(max(last, mask)):
