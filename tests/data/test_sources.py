@@ -75,7 +75,7 @@ def test_too_many_validation_images(root, validation) -> None:
 
 def test_cifar10_has_one_size(root) -> None:
     assert open_data("cifar10", root=root, size=32).shape == (3, 32, 32)
-    with pytest.raises(HeadgateError, match="size=64: the images of cifar10 are 32×32 pixels"):
+    with pytest.raises(HeadgateError, match="images of 64 pixels: those of cifar10 are 32×32"):
         open_data("cifar10", root=root, size=64)
 
 

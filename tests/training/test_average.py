@@ -116,7 +116,7 @@ def test_what_has_no_mean(first: Path, second: Path, tmp_path: Path) -> None:
         average([first], tmp_path / "mean", QUIET)
     with pytest.raises(HeadgateError, match="each of them once"):
         average([first, first], tmp_path / "mean", QUIET)
-    with pytest.raises(FileError, match="is not empty"):
+    with pytest.raises(FileError, match="holds a finished run"):
         average([first, second], first, QUIET)
     run(tmp_path / "other", seed=5)
     with pytest.raises(HeadgateError, match=r"other gates: only runs that were tuned on"):

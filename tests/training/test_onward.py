@@ -102,7 +102,7 @@ def test_a_run_without_such_a_network_is_refused(tmp_path: Path, earlier: Path) 
     (tmp_path / "recipe.json").write_text((earlier / "recipe.json").read_text())
     with pytest.raises(FileError, match=r"not finished.*--resume"):
         onward(tmp_path, {})
-    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "result.json").write_text((earlier / "result.json").read_text())
     with pytest.raises(HeadgateError, match="no network to go on with"):
         onward(tmp_path, {})
     with pytest.raises(HeadgateError, match="--tune-epochs"):

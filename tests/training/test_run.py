@@ -296,8 +296,14 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_used_folder_and_a_finished_run_are_refused(whole: Path) -> None:
-    with pytest.raises(FileError, match="not empty.*--resume"):
+    with pytest.raises(FileError, match=r"holds a finished run: choose another folder with --out"):
         run(whole)
+    (whole / "result.json").rename(whole / "kept.json")
+    try:
+        with pytest.raises(FileError, match=r"not empty: go on with that run by `headgate train --resume"):
+            run(whole)
+    finally:
+        (whole / "kept.json").rename(whole / "result.json")
     with pytest.raises(FileError, match="is done"):
         go(whole, None, EVERY_STEP)
 
