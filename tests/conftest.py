@@ -1,6 +1,7 @@
-"""One thread per test process, one seed per test, and a torchvision that imports."""
+"""One thread per test process, one seed per test, a torchvision that imports, and who runs what."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -18,3 +19,17 @@ import_torchvision()
 @pytest.fixture(autouse=True)
 def seed_() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share whole training runs stay in one process, which makes them once, and begin first."""
+    alone = []
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        together = {"report": folder, "training": str(item.path)}.get(folder)
+        if together is None:
+            alone.append(item)
+        else:
+            item.add_marker(pytest.mark.xdist_group(together))
+    items.sort(key=set(alone).__contains__)

@@ -105,6 +105,63 @@ def test_later_blocks_run_on_fewer_images() -> None:
     assert seen == [sum(way == 2 for way in ways)]
 
 
+def thirds(exits: headgate.ExitModel, images: Tensor) -> list[int]:
+    """Thresholds at which some images leave at every exit; who leaves where."""
+    with torch.no_grad():
+        wishes = [torch.sigmoid(wish) for wish in exits._watch((images,), {})[1]]
+    place = len(images) * 2 // 3
+    exits.taus = [float(wish.sort().values[place : place + 2].mean()) for wish in wishes]  # between two images
+    return [int((wish > tau).sum()) for wish, tau in zip(wishes, exits.taus, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "static", "dynamic"])
+@pytest.mark.parametrize("seed", range(4))
+def test_images_that_move_are_answered_as_where_they_were(kind: str, seed: int) -> None:
+    """Without gradients those that stay move together in their own memory; with gradients they are copied."""
+    model = dense_net()
+    if kind != "plain":
+        gated = headgate.gate(model, randn(1, *SHAPE), kind=kind, target=0.9)  # type: ignore[arg-type]
+        model = opinionated_(gated) if kind == "dynamic" else decide_(gated, 0.7, seed)
+    exits = cascade(model, target=1.0).eval()
+    images = randn(13, *SHAPE, seed=seed)
+    assert all(0 < count < 13 for count in thirds(exits, images))
+    copied = exits(images).detach()
+    with torch.inference_mode():
+        moved = exits(images)
+    torch.testing.assert_close(moved, copied, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        alone = torch.cat([exits(image[None]) for image in images])
+    torch.testing.assert_close(alone, copied, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_others_hold_is_not_moved() -> None:
+    """The caller's images, and what a hook has kept."""
+    exits = cascade().eval()
+    images = randn(13, *SHAPE)
+    thirds(exits, images)
+    kept: list[Tensor] = []
+    block = exits.model.block1
+    hook = block.register_forward_hook(lambda module, args, output: kept.append(output))
+    order = list(block._forward_hooks)
+    block._forward_hooks.move_to_end(order[-1], last=False)  # before the exit's own
+    exits(images)
+    hook.remove()
+    seen = kept[0].clone()
+    exits(images)
+    assert torch.equal(kept[0], seen) and len(kept[0]) == 13
+
+    net = Net(
+        lambda n, x: n.head(F.relu(n.b(F.relu(n.a(n.start(x))))).mean((2, 3))),
+        start=nn.Identity(), a=conv(3, 8), b=conv(8, 8), head=nn.Linear(8, 5),
+    )  # fmt: skip
+    early = cascade(randomize_(net), ("start",), target=1.0).eval()
+    thirds(early, images)
+    before = images.clone()
+    early(images)
+    assert torch.equal(images, before)
+
+
 def test_the_cost_is_that_of_the_ways() -> None:
     exits = cascade().eval()
     x = torch.cat([images for images, _ in data()])

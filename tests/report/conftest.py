@@ -1,8 +1,7 @@
-"""Four small runs on the digits, and the page about them: made once for all tests of the report, in all processes."""
+"""Four small runs on the digits, and the page about them: made once for all tests of the report."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,25 +21,12 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-WAIT_SECONDS = 300.0
-
-
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, Path]:
-    base = tmp_path_factory.getbasetemp()
-    root = (base if worker_id == "master" else base.parent) / "runs-of-the-report"
-    try:
-        root.mkdir()
-    except FileExistsError:  # another process is at it
-        began = time.monotonic()
-        while not (root / "done").exists():
-            assert time.monotonic() - began < WAIT_SECONDS, "the other process has not finished the runs"
-            time.sleep(0.2)
-    else:
-        for name, changes in RUNS.items():
-            run(root / name, **changes)
-            study(root / name, LOOK)
-        (root / "done").touch()
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("runs-of-the-report")
+    for name, changes in RUNS.items():
+        run(root / name, **changes)
+        study(root / name, LOOK)
     return {name: root / name for name in RUNS}
 
 

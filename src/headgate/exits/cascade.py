@@ -150,8 +150,10 @@ class ExitModel(Passing):
     @torch.no_grad()
     def _rehearsed(self, number: int, images: Tensor) -> Tensor:
         """What the last exit answers to the other images where the first one leaves at exit `number`; in eval mode."""
-        with self._passing(Rehearsing(self, len(images), number)):
-            return tensors_in(self.model(images))[0]
+        rehearsing = Rehearsing(self, len(images), number)
+        with self._passing(rehearsing):
+            rest = tensors_in(self.model(images))[0]
+        return rest[rehearsing.inside.argsort()] if len(rest) == len(rehearsing.inside) else rest
 
     def _check_passed(self, exits: int) -> None:
         if isinstance(self.model, GatedModel) and self.model._squeezed is not None:

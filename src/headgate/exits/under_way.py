@@ -6,19 +6,42 @@ nothing of costs, or of how thresholds are found.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
 
 from headgate.exits.thresholds import NOBODY
 from headgate.gated import GatedModel
 from headgate.gates.draws import Draw, GateHook
+from headgate.graph.trace import tensors_in
 
 if TYPE_CHECKING:
     from headgate.exits.cascade import ExitModel
 
 # legend of axes: B images
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where images leave: a module, and what it was called with."""
+
+    module: nn.Module
+    args: Any
+
+    def is_its_own(self, x: Tensor) -> bool:
+        """Whether the memory of the module's output is nobody else's, so that images may move in it: not the caller's,
+        not what a hook on the module or inside of it may have kept, not a part of something larger, and without
+        gradients."""
+        storage = x.untyped_storage()
+        if torch.is_grad_enabled() or not x.is_contiguous() or storage.nbytes() != x.numel() * x.element_size():
+            return False
+        if any(given.untyped_storage().data_ptr() == storage.data_ptr() for given in tensors_in(self.args)):
+            return False
+        hooks = (hook for module in self.module.modules() for hook in module._forward_hooks.values())
+        return not _global_forward_hooks and all(isinstance(hook, GateHook) for hook in hooks)
 
 
 class Everyone(Exception):
@@ -33,7 +56,7 @@ class Watching:
         self.answers: list[Tensor] = []
         self.wishes: list[Tensor] = []
 
-    def arrive(self, number: int, x: Tensor) -> None:
+    def arrive(self, number: int, x: Tensor, at: Place) -> None:
         if torch.is_grad_enabled():
             x = x.clone()  # what comes next may overwrite it, and the classifier's gradient needs it as it is here
         answers, wishes = self.exits.read(number, x)
@@ -50,14 +73,14 @@ class Leaving:
         self.answered: list[tuple[Tensor, Tensor]] = []
         self.entered = [images]
 
-    def arrive(self, number: int, x: Tensor) -> Tensor | None:
+    def arrive(self, number: int, x: Tensor, at: Place) -> Tensor | None:
         if self.exits.taus[number] >= NOBODY:
             self.entered.append(len(self.inside))
             return None
         answers, wishes = self.exits.read(number, x)
-        return self._go_on(x, answers, torch.sigmoid(wishes) > self.exits.taus[number])
+        return self._go_on(x, answers, torch.sigmoid(wishes) > self.exits.taus[number], at)
 
-    def _go_on(self, x: Tensor, answers: Tensor, leaves: Tensor) -> Tensor | None:
+    def _go_on(self, x: Tensor, answers: Tensor, leaves: Tensor, at: Place) -> Tensor | None:
         """What the others see next; None where nobody leaves."""
         left = int(leaves.sum())
         self.entered.append(len(self.inside) - left)
@@ -68,9 +91,17 @@ class Leaving:
             raise Everyone
         here = leaves.to(self.inside.device)
         self.answered.append((self.inside[here], answers[leaves]))
-        self.inside = self.inside[~here]
-        self._take_gates_out(~leaves)
-        return x[~leaves]
+        others, stay = (~here).nonzero()[:, 0], len(here) - left
+        own = at.is_its_own(x)
+        if own:  # the last ones move to where others have left: fewer copies, and no new memory
+            others, moving = torch.arange(stay), others[others >= stay]
+            free = here[:stay].nonzero()[:, 0]
+            others[free] = moving
+            for to, come in zip(free.tolist(), moving.tolist(), strict=True):
+                x[to].copy_(x[come])
+        self.inside = self.inside[others]
+        self._take_gates_out(others.to(x.device))
+        return x[:stay] if own else x[others.to(x.device)]
 
     def together(self, images: int) -> Tensor:
         """The answers of all images, in their order."""
@@ -82,14 +113,14 @@ class Leaving:
             answers[inside.to(answers.device)] = logits.to(answers.dtype)
         return answers
 
-    def _take_gates_out(self, stays_B: Tensor) -> None:
+    def _take_gates_out(self, others: Tensor) -> None:
         """Gates that were decided for an image leave with it: those of the others may be used further on."""
         gated = self.exits.model
         if not isinstance(gated, GatedModel) or gated.dynamic is None or gated._board.draw is None:
             return
         before, after = gated._board.draw, Draw(gated._ledger)
         after.parts, after.probabilities = (
-            [part if part is None or len(part) == 1 else part[stays_B] for part in parts]
+            [part if part is None or len(part) == 1 else part[others] for part in parts]
             for parts in (before.parts, before.probabilities)
         )
         gated._board.draw = gated._last = after
@@ -102,12 +133,12 @@ class Rehearsing(Leaving):
         super().__init__(exits, images)
         self.at = at
 
-    def arrive(self, number: int, x: Tensor) -> Tensor | None:
+    def arrive(self, number: int, x: Tensor, at: Place) -> Tensor | None:
         if number != self.at:
             self.entered.append(len(self.inside))
             return None
         first = torch.arange(len(x), device=x.device) == 0
-        return self._go_on(x, self.exits.read(number, x)[0], first)
+        return self._go_on(x, self.exits.read(number, x)[0], first, at)
 
 
 class Arrival(GateHook):
@@ -123,4 +154,4 @@ class Arrival(GateHook):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
         under_way = None if self.exits is None else self.exits._pass
-        return None if under_way is None else under_way.arrive(self.number, output)
+        return None if under_way is None else under_way.arrive(self.number, output, Place(module, args))
