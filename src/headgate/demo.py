@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headgate.analysis.measure import module_call, onnx_call, ratio, time_interleaved, torch_threads
 from headgate.data import digits
-from headgate.errors import HeadgateError
+from headgate.data.batches import check_seed
 from headgate.gates.budget import Budget
 from headgate.gating import gate
 from headgate.graph.macs import count_macs
@@ -82,9 +82,7 @@ def train(
 def run(out: Path, *, seed: int = 0, quick: bool = False) -> None:
     """The whole tour; files go to `out`."""
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDE)
-    if not 0 <= seed < 2**63:
-        raise HeadgateError(f"seed={seed}: it must be a number from 0 to 2^63 - 1")
-    torch.manual_seed(seed)
+    torch.manual_seed(check_seed(seed))
     out.mkdir(parents=True, exist_ok=True)
     schedule = Schedule(1, 1) if quick else Schedule()
     training, test = digits("train", IMAGE_SIZE), digits("test", IMAGE_SIZE)

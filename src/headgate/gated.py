@@ -12,6 +12,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -600,15 +601,10 @@ class GatedModel(Passing):
         training = self.training
         try:
             if self.dynamic is None:
-                before = self._strategy, self.decisions.clone()  # type: ignore[operator]
-                self.project(round_to).eval()
-                if batchnorm:
-                    try:
+                with self._undecided_if_it_fails():
+                    self.project(round_to).eval()
+                    if batchnorm:
                         reestimate_batchnorm(self.model, self._run_inputs, loader, batches, self._takes)
-                    except BaseException:
-                        self._strategy = before[0]
-                        self.decisions.copy_(before[1])  # type: ignore[operator]
-                        raise
             else:
                 if round_to != 1:
                     raise HeadgateError(f"round_to={round_to}: gates that depend on the input leave no widths to round")
@@ -627,16 +623,22 @@ class GatedModel(Passing):
             self.decisions.copy_(torch.from_numpy(self._kept_alive(self._probabilities() > tau)))  # type: ignore[operator]
             return self._mean_macs(probe)
 
-        before: tuple[Strategy, float, Any] = self._strategy, self._tau, self.decisions.clone()  # type: ignore[operator]
-        self.strategy("calibrated")
         target_macs = self.target * self.dense_macs
-        try:
+        with self._undecided_if_it_fails():
+            self.strategy("calibrated")
             if batchnorm:
                 macs_at(meet_with_tau(macs_at, target_macs))
                 both = nn.ModuleList([self.model, self.dynamic])
                 again = ((inputs,) for inputs in itertools.chain(probe, more))
                 reestimate_batchnorm(both, self._run_inputs, again, batches)
             macs_at(meet_with_tau(macs_at, target_macs))
+
+    @contextmanager
+    def _undecided_if_it_fails(self) -> Iterator[None]:
+        """What is decided within this holds only if all of it succeeds; no pass within it is remembered."""
+        before: tuple[Strategy, float, Any] = self._strategy, self._tau, self.decisions.clone()  # type: ignore[operator]
+        try:
+            yield
         except BaseException:
             self._strategy, self._tau = before[:2]
             self.decisions.copy_(before[2])  # type: ignore[operator]

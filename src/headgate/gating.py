@@ -62,8 +62,7 @@ def gate(
     if rates is not None and loss != "per_gate":
         raise HeadgateError(f"rates=… are those of loss='per_gate': leave them out with loss={loss!r}")
     settings = _settings(granularity, frozen, stream or ("shared" if kind == "static" else "indexed"))
-    if isinstance(model, nn.Module):
-        model = unwrapped(model)
+    model = unwrapped(model)
     _check_model(model, static)
     graph = analyse(model, example_input, settings)
     _check_masks(graph, model)
@@ -144,8 +143,7 @@ def inspect(
     stream: StreamForm = "shared",
 ) -> ChannelGraph:
     """What channels a model has, what they cost, what can be gated, and why the rest can't."""
-    whole = unwrapped(model) if isinstance(model, nn.Module) else model
-    return analyse(whole, example_input, _settings(granularity, frozen, stream))
+    return analyse(unwrapped(model), example_input, _settings(granularity, frozen, stream))
 
 
 def _settings(granularity: Granularity, frozen: Sequence[str], stream: StreamForm) -> Settings:

@@ -116,6 +116,13 @@ def eval_batch_size(split: Split) -> int:
 # The order of an epoch.
 
 
+def check_seed(seed: int) -> int:
+    """A seed that random numbers can begin with."""
+    if not 0 <= seed < 2**63:
+        raise HeadgateError(f"seed={seed}: it must be a number from 0 to 2^63 - 1")
+    return seed
+
+
 def generator(*key: int) -> np.random.Generator:
     """Random numbers that depend on the key alone, on every machine."""
     return np.random.default_rng(np.random.SeedSequence(key))

@@ -87,7 +87,8 @@ def _find(root: Path) -> Path:
             return folder
     raise FileError(
         f"{root}: there is no CIFAR-10 here (a folder {FOLDER} with data_batch_1.bin and so on). "
-        f"Get it with `headgate data cifar10 {root}`, or say where it is (--data-dir, or the variable {ROOT_VARIABLE})"
+        f"Get it with `headgate data cifar10 {root}`, or say where it is "
+        f"(root= or --data-dir, or the variable {ROOT_VARIABLE})"
     )
 
 

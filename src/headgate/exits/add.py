@@ -57,7 +57,7 @@ def add_exits(
     _check_places(at)
     example_input = _one_tensor(example_input)
     make_head, relaxation = head_maker(head), Relaxation(temperature, hard, backward)
-    copied = _copied(unwrapped(model) if isinstance(model, nn.Module) else model)
+    copied = _copied(unwrapped(model))
     if isinstance(copied, GatedModel):
         network, recorded = copied.model, copied.graph.trace
         costs = {item.name: item.macs for item in copied.graph.costs}

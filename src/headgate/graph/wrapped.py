@@ -10,7 +10,7 @@ from torch import nn
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The network itself, whoever compiled it or shared it out."""
+    """The network itself, whoever compiled it or shared it out; what is no network is given back as it is."""
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module

@@ -25,7 +25,7 @@ from headgate.analysis.measure import (
     timing_of,
     torch_threads,
 )  # fmt: skip
-from headgate.data.batches import Part, Split, eval_batch_size
+from headgate.data.batches import Part, Split, check_seed, eval_batch_size
 from headgate.data.sources import DataSet
 from headgate.errors import FileError, HeadgateError, NotDecided
 from headgate.exits.cascade import ExitModel
@@ -230,9 +230,7 @@ def _small_at(gated: GatedModel, tau: float, image: Tensor) -> nn.Module:
 def _with_generator(options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     given = dict(options)
     if "seed" in given:
-        if not 0 <= given["seed"] < 2**63:
-            raise HeadgateError(f"seed={given['seed']}: it must be a number from 0 to 2^63 - 1")
-        given["generator"] = torch.Generator(device).manual_seed(given.pop("seed"))
+        given["generator"] = torch.Generator(device).manual_seed(check_seed(given.pop("seed")))
     return given
 
 
