@@ -1,12 +1,12 @@
 """One thread per test process, one seed per test, a torchvision that imports, and who runs what."""
 
 import os
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from headgate.models import import_torchvision
 
@@ -21,15 +21,16 @@ def seed_() -> None:
     torch.manual_seed(0)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share whole training runs stay in one process, which makes them once, and begin first."""
-    alone = []
-    for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        together = {"report": folder, "training": str(item.path)}.get(folder)
-        if together is None:
-            alone.append(item)
-        else:
-            item.add_marker(pytest.mark.xdist_group(together))
-    items.sort(key=set(alone).__contains__)
+class Together(LoadScopeScheduling):  # type: ignore[misc]
+    """Tests that share whole training runs stay in one process, which makes them once, and begin first; of the others
+    each goes to whoever is free."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        _, folder, *rest = nodeid.partition("::")[0].split("/")
+        if folder == "report":
+            return folder
+        return rest[0] if folder == "training" else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Together:
+    return Together(config, log)
