@@ -230,8 +230,9 @@ def _rebuilt_exits(
 def _budget(extra: Mapping[str, Any], target: float) -> Budget:
     """A fresh budget of the settings of a saved one, for the target that the model was made with: the one that it had
     at last comes with the rest of its state."""
-    names = ("ramp_steps", "weight", "integral_rate", "scale_gradient")
-    return Budget(target, **{name: extra["budget"][name] for name in names})
+    names = ("ramp_steps", "weight", "integral_rate", "scale_gradient", "largest_move")
+    saved = extra["budget"]
+    return Budget(target, **{name: saved[name] for name in names if name in saved})
 
 
 def _example(description: Mapping[str, Any], model: nn.Module) -> Tensor:

@@ -161,3 +161,76 @@ def test_weights_and_gates_learn_at_rates_of_their_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, gated.model.parameters(), strict=True))
     assert not torch.equal(logits, gated.gates.logits)
     assert isinstance(gated.gates.logits, nn.Parameter)
+
+
+# ------------------------------------------------------------------------------------------- how far a step may go
+
+
+def step_(gated: headgate.GatedModel, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    (F.cross_entropy(gated(randn(16, 3, 8, 8, seed=seed)), torch.arange(16) % 5) + gated.cost_loss()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def gated_with(largest_move: float | None) -> headgate.GatedModel:
+    budget = Budget(0.5, ramp_steps=5, largest_move=largest_move)
+    return headgate.gate(CASE.make(), example(CASE), target=0.5, budget=budget)
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 30.0, momentum=0.9), lambda p: torch.optim.Adam(p, 5.0)])
+def test_no_step_of_any_optimizer_moves_a_gate_farther_than_allowed(make: object) -> None:
+    gated = gated_with(0.1)
+    optimizer = make(gated.gate_parameters())  # type: ignore[operator]
+    before = torch.logit(torch.cat(list(gated.gate_probabilities().values())).double())
+    for seed in range(3):
+        step_(gated, optimizer, seed)
+        assert float((gated.gates.logits.double() - before).abs().max().detach()) > 1  # what the optimizer wanted
+        now = torch.logit(torch.cat(list(gated.gate_probabilities().values())).double())
+        moved = (now - before).abs()
+        assert float(moved.max()) == pytest.approx(0.1, abs=1e-4)
+        before = now
+    step_(gated, optimizer, 3)
+    last = torch.logit(torch.cat(list(gated.eval().gate_probabilities().values())).double())
+    assert float((last - before).abs().max()) == pytest.approx(0.1, abs=1e-4)
+
+
+def test_smaller_steps_are_not_touched() -> None:
+    free, held = gated_with(None), gated_with(0.1)
+    held.load_state_dict({**free.state_dict(), "_extra_state": held.get_extra_state()})
+    for gated in (free, held):
+        optimizer = torch.optim.SGD(gated.param_groups(lr=1e-4), momentum=0.9)
+        for seed in range(3):
+            step_(gated, optimizer, seed)
+    assert torch.equal(free.gates.logits, held.gates.logits)
+
+
+def test_a_state_saved_between_two_steps_goes_on_as_if_it_had_not_been() -> None:
+    whole, first, second = (gated_with(0.1) for _ in range(3))
+    for other in (first, second):
+        other.load_state_dict(whole.state_dict())
+    optimizers = {gated: torch.optim.SGD(gated.param_groups(lr=1.0)) for gated in (whole, first, second)}
+    for seed in range(4):
+        step_(whole, optimizers[whole], seed)
+    for seed in range(2):
+        step_(first, optimizers[first], seed)
+    second.load_state_dict(first.state_dict())
+    for seed in range(2, 4):
+        step_(second, optimizers[second], seed)
+    assert torch.equal(whole.gates.probabilities(), second.gates.probabilities())
+    assert torch.equal(whole.gates.logits, second.gates.logits)
+
+
+def test_probabilities_that_are_set_are_there_at_once() -> None:
+    gated = gated_with(0.1)
+    gated(*example(CASE))
+    wanted = {name: torch.full_like(p, 0.001) for name, p in gated.gate_probabilities().items()}
+    gated.set_gate_probabilities(wanted)
+    for name, p in gated.gate_probabilities().items():
+        torch.testing.assert_close(p, wanted[name])
+
+
+@pytest.mark.parametrize("limit", [0, -1.0])
+def test_a_limit_that_lets_nothing_move_is_refused(limit: float) -> None:
+    with pytest.raises(headgate.HeadgateError, match="largest_move"):
+        Budget(0.5, largest_move=limit)

@@ -339,7 +339,7 @@ def test_closed_channels_do_not_reach_a_decision_before_a_depthwise_layer() -> N
     x = randn(8, 3, 8, 8)
     gated = opinionated_(headgate.gate(randomize_(net), x, kind="dynamic", target=0.5))
     with torch.no_grad():
-        gated.gates.logits.copy_(torch.tensor([4.0, -4.0] * 4))  # the stem's
+        gated.gates.set_logits(torch.tensor([4.0, -4.0] * 4))  # the stem's
         before = gated.eval()(x)
         assert difference(before, gated.compact()(x)) < 1e-5
         gated.model.stem.bias[1::2] += 5

@@ -6,7 +6,9 @@ divided by their number. `Budget` is what works instead, `Budget.paper()` is the
 - the target comes down from 1 on a ramp, so that the network is never cut faster than it can follow;
 - the pull is a proportional and an integral part, `integral × cost + weight × (target − cost)²`: where the cost lags
   behind, the integral grows until it follows (dual ascent);
-- the gates' gradient is multiplied by their number, so that the learning rate means the same for 16 gates and 16,000.
+- the gates' gradient is multiplied by their number, so that the learning rate means the same for 16 gates and 16,000;
+- no step moves a gate's logit farther than `largest_move`, so that a batch, or a network that knows nothing yet, does
+  not throw gates to an end from which they hardly come back.
 
 Its state (step, integral, last cost) is plain numbers: visible, and saved with the gates. Knows costs as numbers only.
 """
@@ -64,6 +66,8 @@ class Budget:
     """How fast the integral part grows with the distance, a step. 0 switches it off."""
     scale_gradient: bool = True
     """Whether the gates' gradient is multiplied by their number."""
+    largest_move: float | None = 0.1
+    """How far a step may move the logit of a gate that is a parameter; None: as far as the optimizer wants."""
     step: int = 0
     integral: float = 0.0
     start_cost: float | None = None
@@ -71,14 +75,16 @@ class Budget:
 
     @classmethod
     def paper(cls, target: float) -> Budget:
-        """The paper's plain loss: weight 1, no ramp, no integral, gradients as they are."""
-        return cls(target, ramp_steps=0, weight=1.0, integral_rate=0.0, scale_gradient=False)
+        """The paper's plain loss: weight 1, no ramp, no integral, gradients as they are, steps of any length."""
+        return cls(target, ramp_steps=0, weight=1.0, integral_rate=0.0, scale_gradient=False, largest_move=None)
 
     def __post_init__(self) -> None:
         for name in ("weight", "integral_rate", "ramp_steps"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and value >= 0):
                 raise HeadgateError(f"Budget.{name}={value!r}: it must be a number, and can't be negative")
+        if self.largest_move is not None and not self.largest_move > 0:
+            raise HeadgateError(f"Budget.largest_move={self.largest_move!r}: it must be above 0, or None for no limit")
 
     @property
     def target_now(self) -> float:
