@@ -177,7 +177,7 @@ class GatedModel(Passing):
         """The gates of a pass, as far as they are known before it."""
         self._images = images
         scale = float(self.graph.gate_count) if self.budget.scale_gradient else 1.0
-        self.gates.gradient_scale = scale
+        self.gates.gradient_scale, self.gates.largest_move = scale, self.budget.largest_move
         if self.dynamic is not None:
             self.dynamic.gradient_scale = scale
         draw = Draw(self._ledger)
@@ -482,8 +482,8 @@ class GatedModel(Passing):
             self.train(training)
         logit = math.log(probability / (1 - probability))
         logits_G = primed_logits(worth_G, marginal_macs(self.cost, self._ledger).to(worth_G), logit, spread)
+        self.gates.set_logits(logits_G[self._fixed.gates])
         with torch.no_grad():
-            self.gates.logits.copy_(logits_G[self._fixed.gates])
             for group, network in zip(self._groups, () if self.dynamic is None else self.dynamic.networks, strict=True):
                 network.head.bias.copy_(logits_G[group.gates])  # type: ignore[union-attr, operator]
         self._macs = self._last = None

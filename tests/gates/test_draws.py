@@ -179,3 +179,34 @@ def test_no_image_passes_a_gated_branch_of_any_dimension() -> None:
     )  # fmt: skip
     gated = headgate.gate(net, randn(2, 3, 32), kind="dynamic", target=0.9).eval()
     assert gated(randn(0, 3, 32)).shape == gated.compact()(randn(0, 3, 32)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("granularity", ["channel", "layer"])
+@pytest.mark.parametrize(("kind", "settled"), [("static", False), ("dynamic", False), ("dynamic", True)])
+def test_a_compiled_step_is_the_same_step(kind: str, granularity: str, settled: bool) -> None:
+    case = NETWORKS["residual projection"]
+    made = {}
+    for how in ("eager", "compiled"):
+        torch.manual_seed(0)
+        gated = headgate.gate(
+            randomize_(case.make()), example(case), target=0.5, kind=kind, granularity=granularity,  # type: ignore[arg-type]
+            initial_probability=0.3,
+        )  # fmt: skip
+        gated.strategy("threshold", tau=0.3).settle_(settled)
+        whole = not settled  # static gates that are decided, if there are some, are decided outside of the graph
+        net = torch.compile(gated, dynamic=False, fullgraph=whole, backend="aot_eager") if how == "compiled" else gated
+        optimizer = torch.optim.SGD(gated.param_groups(lr=0.1), momentum=0.9)
+        for step in range(3):
+            torch.manual_seed(step)
+            answers = net(randn(16, 3, 8, 8, seed=step))
+            (F.cross_entropy(answers, torch.arange(16) % 5) + gated.cost_loss()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        made[how] = [
+            answers.detach(),
+            gated._last.gates_BG.detach(),
+            *(tensor.detach() for tensor in gated.parameters()),
+        ]
+    torch.compiler.reset()
+    for eager, compiled in zip(*made.values(), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)

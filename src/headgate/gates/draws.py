@@ -87,10 +87,12 @@ class Draw:
     def living(self, number: int) -> Tensor | None:
         """1 where branch `number` lives, image by image; None where it lives everywhere."""
         if self._joined is None:  # the pass is under way: look at the branch's own masks
-            masks = self._ledger.branch_masks[number].tolist()
+            masks = self._ledger.branch_masks[number]
             lives = [self.part(mask).detach().sum(1, keepdim=True) > 0 for mask in masks]
             alive = torch.stack(torch.broadcast_tensors(*lives)).all(0)
-            return None if bool(alive.all()) else alive.to(self.part(masks[0]).dtype)
+            return None if everywhere(alive) else alive.to(self.part(masks[0]).dtype)
+        if torch.compiler.is_compiling():
+            return self.alive_BN[:, number : number + 1]
         if self._all_alive is None:
             self._all_alive = tuple(bool(value) for value in self.alive_BN.all(0))
         return None if self._all_alive[number] else self.alive_BN[:, number : number + 1]
@@ -109,7 +111,9 @@ class Group:
         self.sizes = [graph.masks[number].size for number in masks]
         self.count = sum(self.sizes)
         self.ends = torch.tensor(self.sizes, dtype=torch.int64).cumsum(0)
+        self.firsts = [end - size for end, size in zip(self.ends.tolist(), self.sizes, strict=True)]
         self.mortal = torch.tensor([graph.masks[number].may_die for number in masks], dtype=torch.bool)
+        self.immortal = [place for place, number in enumerate(masks) if not graph.masks[number].may_die]
         gates = [np.arange(graph.masks[number].first, graph.masks[number].gates.stop) for number in masks]
         self.gates = torch.from_numpy(np.concatenate(gates) if gates else np.zeros(0, np.int64))
         """Their numbers among all gates."""
@@ -123,16 +127,28 @@ class Group:
     def keep_one_open(self, gates_BN: Tensor, probabilities_BN: Tensor) -> Tensor:
         """Open the likeliest gate of every mask that is all closed, unless the mask may die."""
         closed_BM = (self.counts_BM(gates_BN) < 0.5) & ~self.mortal.to(gates_BN.device)
-        if not bool(closed_BM.any()):
+        if everywhere(~closed_BM):
             return gates_BN
         parts = list(torch.zeros_like(gates_BN).split(self.sizes, 1))
-        for number in closed_BM.any(0).nonzero().flatten().tolist():
-            first = int(self.ends[number]) - self.sizes[number]
+        for number in self._to_rescue(closed_BM):
+            first = self.firsts[number]
             likeliest_B = probabilities_BN[:, first : first + self.sizes[number]].argmax(1)
             one_hot = torch.nn.functional.one_hot(likeliest_B, self.sizes[number]).to(gates_BN.dtype)
             parts[number] = one_hot * closed_BM[:, number : number + 1]
         rescue = torch.cat(parts, 1)
         return gates_BN + rescue * (1 - gates_BN.detach())
+
+    def _to_rescue(self, closed_BM: Tensor) -> list[int]:
+        """Masks that are all closed for some image; in compiled code, which can't tell, all that must not be."""
+        if torch.compiler.is_compiling():
+            return self.immortal
+        found: list[int] = closed_BM.any(0).nonzero().flatten().tolist()
+        return found
+
+
+def everywhere(true: Tensor) -> bool:
+    """Whether all of it is true, where the code may take another way then: compiled code takes the same way always."""
+    return not torch.compiler.is_compiling() and bool(true.all())
 
 
 class Ledger(Group):
@@ -140,7 +156,7 @@ class Ledger(Group):
 
     def __init__(self, graph: ChannelGraph) -> None:
         super().__init__(graph, range(len(graph.masks)))
-        self.branch_masks = [torch.tensor(branch.masks, dtype=torch.int64) for branch in graph.branches]
+        self.branch_masks = [list(branch.masks) for branch in graph.branches]
 
     def alive_BN(self, gates_BG: Tensor) -> Tensor:
         """1 where a branch lives, image by image."""
@@ -266,6 +282,8 @@ class _Times(torch.autograd.Function):
 
 def times(x: Tensor, mask: Tensor) -> Tensor:
     """`x * mask`, on a quicker way where there is one."""
+    if torch.compiler.is_compiling():  # which does without that tensor by itself
+        return x * mask
     quick = x.dim() == 4 and mask.shape[:2] == x.shape[:2] and mask.dtype == x.dtype == torch.float32
     if not (quick and mask.requires_grad and x.shape[2] * x.shape[3] >= SMALLEST_IMAGE):
         return x * mask

@@ -111,11 +111,10 @@ def begin(name: PhaseName, net: nn.Module, recipe: Recipe, teacher: nn.Module | 
 def prepared(phase: Phase, recipe: Recipe, team: Team) -> tuple[nn.Module, Optimizer]:
     """The phase's network and optimizer as steps are taken with them: on all processes, compiled if the recipe says so.
 
-    Networks with gated channels are not compiled: their masks change from step to step, and so would the code.
+    Networks that are squeezed while they train are not: each of their forms would have to be compiled.
     """
     net, optimizer = team.prepare(phase.net, phase.optimizer)
-    inner = phase.net.model if isinstance(phase.net, ExitModel) else phase.net
-    if recipe.compile and not isinstance(inner, GatedModel):
+    if recipe.compile and not (phase.name == "gates" and recipe.squeeze_below):
         net = _compiled(net)
     return net, optimizer
 

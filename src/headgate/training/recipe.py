@@ -126,7 +126,9 @@ class Recipe:
     calibration_batches: int = about("Batches for BatchNorm's statistics after deciding.", 200)
     seed: int = about("Of everything random.", 0)
     precision: str = about("no, fp16 or bf16.", "no")
-    compile: bool = about("Let torch.compile make networks without gated channels (and the teacher) faster.", False)
+    compile: bool = about(
+        "Let torch.compile make networks faster, the teacher too: pays from about an epoch on.", False
+    )
     workers: int = about("Processes that decode images, for folder:PATH.", 0)
 
     def __post_init__(self) -> None:
