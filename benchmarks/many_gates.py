@@ -28,6 +28,7 @@ CASES = (
     ("torchvision:efficientnet_v2_s", "channel", "shared"),
     ("torchvision:resnet152", "channel", "indexed"),
 )
+LOSSES = ("control", "paper")
 TARGET, LR, RAMP = 0.5, 0.01, 0.6
 Row = dict[str, Any]
 
@@ -43,7 +44,7 @@ def main() -> None:
     steps = 10 if options.quick else options.steps
     rows = []
     for model, granularity, stream in cases:
-        for control in ("control", "paper"):
+        for control in options.loss or LOSSES:
             rows.append(_row(model, granularity, stream, control, steps, options))
             Console(highlight=False).print(rows[-1])
             write_record(options.out, question=QUESTION, results=rows, threads=options.threads, seeds=[options.seed])
@@ -56,6 +57,7 @@ def _options() -> Namespace:
     made.add_argument("--steps", type=int, default=150)
     made.add_argument("--batch", type=int, default=16)
     made.add_argument("--only", action="append", default=[], help="a model of the table; may be given several times")
+    made.add_argument("--loss", action="append", choices=LOSSES, help="of these two; may be given several times")
     return made.parse_args()
 
 
