@@ -98,7 +98,7 @@ def _options() -> Namespace:
     made.add_argument("--validation", type=int, default=0, help="training images to hold out and measure on")
     made.add_argument("--threads", type=int, default=2)
     made.add_argument("--precision", choices=CHOICES["precision"], default="no", help="of all training steps")
-    made.add_argument("--compile", action="store_true", help="torch.compile the phases without gates")
+    made.add_argument("--compile", action="store_true", help="torch.compile all phases")
     made.add_argument("--checkpoint-seconds", type=float, default=60.0)
     made.add_argument("--out", type=Path, help="folder of the cells; runs/cifar10_peers if not given")
     made.add_argument("--record", type=Path, help=f"the record to write; {RECORD.name} if not given and no trial")

@@ -120,7 +120,7 @@ def _options() -> Namespace:
     made.add_argument("--data-dir", help="folder that holds cifar10")
     made.add_argument("--runs", default="runs/cifar10_variants", help="folder for the runs")
     made.add_argument("--only", action="append", default=[], help="a variant of the table; may be given several times")
-    made.add_argument("--compile", action="store_true", help="torch.compile what has no gated channels")
+    made.add_argument("--compile", action="store_true", help="torch.compile all phases")
     made.add_argument("--precision", choices=CHOICES["precision"], default="no", help="of all training steps")
     made.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change the recipe of all")
     made.add_argument("--validation", type=int, default=0)
