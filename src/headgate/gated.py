@@ -177,7 +177,8 @@ class GatedModel(Passing):
         """The gates of a pass, as far as they are known before it."""
         self._images = images
         scale = float(self.graph.gate_count) if self.budget.scale_gradient else 1.0
-        self.gates.gradient_scale, self.gates.largest_move = scale, self.budget.largest_move
+        self.gates.gradient_scale = scale
+        self.gates.largest_move = self.budget.limit(self.graph.gate_count)
         if self.dynamic is not None:
             self.dynamic.gradient_scale = scale
         draw = Draw(self._ledger)

@@ -174,8 +174,10 @@ def step_(gated: headgate.GatedModel, optimizer: torch.optim.Optimizer, seed: in
 
 
 def gated_with(largest_move: float | None) -> headgate.GatedModel:
-    budget = Budget(0.5, ramp_steps=5, largest_move=largest_move)
-    return headgate.gate(CASE.make(), example(CASE), target=0.5, budget=budget)
+    """Held back as if it had 40,000 gates or more."""
+    gates = headgate.gate(CASE.make(), example(CASE)).graph.gate_count
+    limit = None if largest_move is None else largest_move * gates / 40_000
+    return headgate.gate(CASE.make(), example(CASE), target=0.5, budget=Budget(0.5, ramp_steps=5, largest_move=limit))
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 30.0, momentum=0.9), lambda p: torch.optim.Adam(p, 5.0)])
@@ -228,6 +230,12 @@ def test_probabilities_that_are_set_are_there_at_once() -> None:
     gated.set_gate_probabilities(wanted)
     for name, p in gated.gate_probabilities().items():
         torch.testing.assert_close(p, wanted[name])
+
+
+@pytest.mark.parametrize(("gates", "limit"), [(400, 10.0), (20_000, 0.2), (40_000, 0.1), (100_000, 0.1)])
+def test_few_gates_may_move_farther(gates: int, limit: float) -> None:
+    assert Budget(0.5).limit(gates) == pytest.approx(limit)
+    assert Budget.paper(0.5).limit(gates) is None
 
 
 @pytest.mark.parametrize("limit", [0, -1.0])

@@ -7,8 +7,8 @@ divided by their number. `Budget` is what works instead, `Budget.paper()` is the
 - the pull is a proportional and an integral part, `integral × cost + weight × (target − cost)²`: where the cost lags
   behind, the integral grows until it follows (dual ascent);
 - the gates' gradient is multiplied by their number, so that the learning rate means the same for 16 gates and 16,000;
-- no step moves a gate's logit farther than `largest_move`, so that a batch, or a network that knows nothing yet, does
-  not throw gates to an end from which they hardly come back.
+- with thousands of gates, no step moves a logit farther than `largest_move`: multiplied by so many, the gradients of
+  one batch, or of a network that knows nothing yet, would throw gates to an end from which they hardly come back.
 
 Its state (step, integral, last cost) is plain numbers: visible, and saved with the gates. Knows costs as numbers only.
 """
@@ -27,6 +27,8 @@ from headgate.errors import HeadgateError, NonFiniteLoss, TargetError
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
+MANY = 40_000
+"""Gates from which on `largest_move` holds as it is: the gradient that it holds back grows with their number."""
 LEAST_MACS = 100
 """Nobody asks for fewer: a smaller number without a unit is a share, if perhaps a wrong one."""
 
@@ -67,7 +69,8 @@ class Budget:
     scale_gradient: bool = True
     """Whether the gates' gradient is multiplied by their number."""
     largest_move: float | None = 0.1
-    """How far a step may move the logit of a gate that is a parameter; None: as far as the optimizer wants."""
+    """How far a step may move the logit of a gate that is a parameter, where there are MANY gates or more; with half as
+    many, twice as far. None: as far as the optimizer wants."""
     step: int = 0
     integral: float = 0.0
     start_cost: float | None = None
@@ -93,6 +96,10 @@ class Budget:
             return self.target
         start = 1.0 if self.start_cost is None else self.start_cost
         return start + (self.target - start) * self.step / self.ramp_steps
+
+    def limit(self, gates: int) -> float | None:
+        """How far a step may move the logit of one of so many gates."""
+        return None if self.largest_move is None else self.largest_move * max(1.0, MANY / max(gates, 1))
 
     def loss(self, cost: Tensor) -> Tensor:
         """The pull on a cost (a share, differentiable); moves the controller one step on."""

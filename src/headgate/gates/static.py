@@ -1,8 +1,8 @@
 """Gates that are free parameters: training them ends in a pruned network.
 
 One flat vector of logits for all masks of the network, so that a forward pass draws all its gates at once. Whatever the
-optimizer, a step moves no logit farther than `largest_move`: no single batch decides a gate. What went farther is cut
-off before the logits are next used, or written to a file. Knows how many gates there are and nothing of what they do.
+optimizer, a step moves no logit farther than `largest_move`. What went farther is cut off before the logits are next
+used, or written to a file. Knows how many gates there are and nothing of what they do.
 """
 
 from __future__ import annotations
