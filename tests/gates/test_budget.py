@@ -174,9 +174,9 @@ def step_(gated: headgate.GatedModel, optimizer: torch.optim.Optimizer, seed: in
 
 
 def gated_with(largest_move: float | None) -> headgate.GatedModel:
-    """Held back as if it had 40,000 gates or more."""
+    """Held back as if it had 10,000 gates or more."""
     gates = headgate.gate(CASE.make(), example(CASE)).graph.gate_count
-    limit = None if largest_move is None else largest_move * gates / 40_000
+    limit = None if largest_move is None else largest_move * gates / 10_000
     return headgate.gate(CASE.make(), example(CASE), target=0.5, budget=Budget(0.5, ramp_steps=5, largest_move=limit))
 
 
@@ -232,7 +232,7 @@ def test_probabilities_that_are_set_are_there_at_once() -> None:
         torch.testing.assert_close(p, wanted[name])
 
 
-@pytest.mark.parametrize(("gates", "limit"), [(400, 10.0), (20_000, 0.2), (40_000, 0.1), (100_000, 0.1)])
+@pytest.mark.parametrize(("gates", "limit"), [(100, 10.0), (5_000, 0.2), (10_000, 0.1), (40_000, 0.1)])
 def test_few_gates_may_move_farther(gates: int, limit: float) -> None:
     assert Budget(0.5).limit(gates) == pytest.approx(limit)
     assert Budget.paper(0.5).limit(gates) is None

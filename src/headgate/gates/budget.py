@@ -27,7 +27,7 @@ from headgate.errors import HeadgateError, NonFiniteLoss, TargetError
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-MANY = 40_000
+MANY = 10_000
 """Gates from which on `largest_move` holds as it is: the gradient that it holds back grows with their number."""
 LEAST_MACS = 100
 """Nobody asks for fewer: a smaller number without a unit is a share, if perhaps a wrong one."""
