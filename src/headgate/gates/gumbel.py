@@ -54,7 +54,7 @@ class Relaxation:
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """`x` itself, whose gradient arrives multiplied by `factor`."""
+    """`x` itself, which is finite, and whose gradient arrives multiplied by `factor`."""
     if not torch.is_grad_enabled():
         return x
     given = x.detach()

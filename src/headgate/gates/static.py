@@ -43,7 +43,8 @@ class StaticGates(nn.Module):
         """Gates of a batch, image by image: (batch, gates)."""
         self._hold_back_()
         noise = logistic_noise((batch_size, len(self.logits)), self.logits.device, generator)
-        return draw(scale_gradient(self.logits, self.gradient_scale), noise, self.relaxation)
+        finite = self.logits.clamp(CLOSED, -CLOSED)  # beyond all noise on either side
+        return draw(scale_gradient(finite, self.gradient_scale), noise, self.relaxation)
 
     def set_probabilities(self, probabilities: Tensor) -> None:
         """Import probabilities; 0 and 1 become as good as sure."""
