@@ -59,6 +59,8 @@ GATES_FOR_FULL_DECAY = 20
 POLARISED = 0.05
 DOUBT = 1e-3
 """Logits nearer to the threshold than that, relatively, may be tipped by rounding."""
+ROUGHLY = 10
+"""Steps of the search for a threshold that BatchNorm is re-estimated at: it is sought again afterwards."""
 TAU_BATCHES = 16
 """Batches on which the threshold of gates that depend on the input is found."""
 OPTION_KINDS: Mapping[str, tuple[Any, str]] = {
@@ -628,7 +630,7 @@ class GatedModel(Passing):
         with self._undecided_if_it_fails():
             self.strategy("calibrated")
             if batchnorm:
-                macs_at(meet_with_tau(macs_at, target_macs))
+                macs_at(meet_with_tau(macs_at, target_macs, ROUGHLY))
                 both = nn.ModuleList([self.model, self.dynamic])
                 again = ((inputs,) for inputs in itertools.chain(probe, more))
                 reestimate_batchnorm(both, self._run_inputs, again, batches)

@@ -64,10 +64,13 @@ def project(
 
 FARTHEST_LOGIT = 30.0
 """Thresholds are sought between its sigmoid and that of its opposite."""
+NEAR = 1e-4
+"""Of the target: a threshold that costs so little less is as good as any."""
 
 
 def meet_with_tau(macs_at: Callable[[float], float], target_macs: float, steps: int = 16) -> float:
-    """The lowest threshold at which gates that depend on the input cost at most the target, to 2^-steps of the logits.
+    """The lowest threshold at which gates that depend on the input cost at most the target, to 2^-steps of the logits,
+    or the first that is found so near to the target that no other matters.
 
     The cost hardly ever rises with the threshold; where it does, a threshold that was seen to meet the target counts.
     """
@@ -82,10 +85,13 @@ def meet_with_tau(macs_at: Callable[[float], float], target_macs: float, steps: 
     left, right = -FARTHEST_LOGIT, FARTHEST_LOGIT
     for _ in range(steps):
         middle = (left + right) / 2
-        if macs_at(_sigmoid(middle)) <= target_macs:
-            right, high = middle, _sigmoid(middle)
-        else:
+        found = macs_at(_sigmoid(middle))
+        if found > target_macs:
             left = middle
+            continue
+        right, high = middle, _sigmoid(middle)
+        if found >= (1 - NEAR) * target_macs:
+            break
     return high
 
 
