@@ -32,7 +32,7 @@ class StaticGates(nn.Module):
         logits = torch.full((count,), logit_at_first(initial_probability), dtype=torch.float32)
         self.logits = nn.Parameter(logits, requires_grad=count > 0)
         self._before: Tensor
-        self.register_buffer("_before", logits.clone(), persistent=False)  # the last step
+        self.register_buffer("_before", logits.clone(), persistent=False)  # the logits as last held
 
     def probabilities(self) -> Tensor:
         """P(open) of every gate."""
