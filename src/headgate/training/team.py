@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headgate.errors import HeadgateError
+from headgate.training.bfloat16 import check_bfloat16
 
 
 def _accelerate() -> Any:
@@ -33,6 +34,8 @@ class Team:
         no_gpu = not torch.accelerator.is_available()
         if precision == "fp16" and no_gpu:
             raise HeadgateError("precision fp16 needs a GPU: use no, or bf16 where the processor has it")
+        if precision == "bf16" and no_gpu:
+            check_bfloat16()
         self.accelerator = _accelerate().Accelerator(mixed_precision=precision, cpu=no_gpu)
         self.rank = int(self.accelerator.process_index)
         self.processes = int(self.accelerator.num_processes)
