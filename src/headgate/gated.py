@@ -30,6 +30,7 @@ from headgate.gates.draws import Board, Channels, Draw, Group, Ledger, attach
 from headgate.gates.dynamic import DynamicGates
 from headgate.gates.gumbel import draw as draw_gates
 from headgate.gates.gumbel import logistic_noise, threshold_logit
+from headgate.gates.loudness import Loudness, teach_
 from headgate.gates.passes import Passing
 from headgate.gates.prime import marginal_macs, primed_logits, worth
 from headgate.gates.seen import Seen, seen
@@ -464,31 +465,42 @@ class GatedModel(Passing):
         }
 
     def prime_(
-        self, loader: Iterable[Any], batches: int = 40, *, spread: float = 1.5, probability: float = 0.95
-    ) -> GatedModel:
+        self, loader: Iterable[Any], batches: int = 40, *, spread: float = 1.5, probability: float = 0.95,
+        loudness: float = 1.0,
+    ) -> GatedModel:  # fmt: skip
         """Let the gates start from what the trained network says: those whose channels matter least to the loss, for
         the MACs they cost, start least likely to be open.
 
         Takes a loader of (images, labels) of a classifier; logits get a deviation of `spread` around that of
-        `probability`. Gates that depend on the input start from there too.
+        `probability`. Gates that depend on the input start from there too, and are taught how loud their channels will
+        be in an image: as if a channel e times as loud as usual were worth e to the power of `loudness` as much.
         """
         if not 0 < probability < 1:
             raise HeadgateError(f"probability={probability}: it must be between 0 and 1, e.g. 0.95")
-        if not 0 <= spread < math.inf:
-            raise HeadgateError(f"spread={spread}: it is the deviation of the gates' logits, 0 or more, e.g. 1.5")
+        for name, value, what in (
+            ("spread", spread, "the deviation of the gates' logits"),
+            ("loudness", loudness, "a power"),
+        ):
+            if not 0 <= value < math.inf:
+                raise HeadgateError(f"{name}={value}: it is {what}, 0 or more, e.g. 1.5")
         self.unsqueeze_()
         training = self.training
+        heard = Loudness(self._ledger.count, self.dynamic) if self.dynamic is not None and loudness else None
         try:
             given = (labelled(batch, self._takes) for batch in itertools.islice(loader, batches))
-            worth_G = worth(self.eval().model, self._ledger, self._board, given, self._arguments)
+            worth_G = worth(self.eval().model, self._ledger, self._board, given, self._arguments, heard)
         finally:
             self.train(training)
         logit = math.log(probability / (1 - probability))
-        logits_G = primed_logits(worth_G, marginal_macs(self.cost, self._ledger).to(worth_G), logit, spread)
+        macs_G = marginal_macs(self.cost, self._ledger).to(worth_G)
+        logits_G, by_nat = primed_logits(worth_G, macs_G, logit, spread)
         self.gates.set_logits(logits_G[self._fixed.gates])
-        with torch.no_grad():
-            for group, network in zip(self._groups, () if self.dynamic is None else self.dynamic.networks, strict=True):
-                network.head.bias.copy_(logits_G[group.gates])  # type: ignore[union-attr, operator]
+        if heard is not None and self.dynamic is not None:
+            teach_(self.dynamic, heard, [group.gates for group in self._groups], logits_G, by_nat * loudness)
+        elif self.dynamic is not None:
+            with torch.no_grad():
+                for group, network in zip(self._groups, self.dynamic.networks, strict=True):
+                    network.head.bias.copy_(logits_G[group.gates])  # type: ignore[union-attr, operator]
         self._macs = self._last = None
         return self
 

@@ -179,12 +179,14 @@ class Board:
         self.draw: Draw | None = None
         self.decide: Callable[[int, Tensor, Draw], None] | None = None
         """Fills in what a site decides, by the site's number, from the tensor there."""
+        self.hear: Callable[[Channels | MaskBranch, Tensor], None] | None = None
+        """Is told every tensor before its mask."""
         self.kept: Draw | None = None
         """That of the last pass with gradients: what its backward pass computes again must find the same gates."""
 
     def __getstate__(self) -> dict[str, None]:
         """A copy's passes are its own."""
-        return dict.fromkeys(("draw", "decide", "kept"))
+        return dict.fromkeys(("draw", "decide", "hear", "kept"))
 
     def now(self) -> Draw | None:
         """The draw of the pass under way, or of the one whose parts are computed again (gradient checkpoints)."""
@@ -215,6 +217,8 @@ class Channels(GateHook):
         straight = len(self.masks) == 1 and np.array_equal(index, np.arange(graph.masks[self.masks[0]].size))
         self.index: Tensor | None = None if straight else torch.from_numpy(index)
         self.has_open = bool((reader.gates == ALWAYS_OPEN).any())
+        self.gates = torch.from_numpy(reader.gates)
+        """The number of each channel's gate among all gates; `ALWAYS_OPEN` for those that have none."""
 
     def mask_BC(self, draw: Draw) -> Tensor:
         """The 0/1 factor of each channel, image by image."""
@@ -233,6 +237,8 @@ class Channels(GateHook):
         draw = self.board.now()
         if draw is None:
             return x
+        if self.board.hear is not None:
+            self.board.hear(self, x)
         mask_BC = self.mask_BC(draw)
         self._look_out(draw, mask_BC)
         return times(x, spread(mask_BC, x, self.axis, self.batch_axis))
@@ -320,17 +326,23 @@ class MaskOutput(Channels):
 class MaskBranch(GateHook):
     """Behind a branch's last module: a dead branch adds nothing."""
 
-    def __init__(self, board: Board, number: int, mask: int | None, batch_axis: int) -> None:
+    axis = None
+
+    def __init__(self, board: Board, number: int, mask: int | None, batch_axis: int, gates: Sequence[int] = ()) -> None:
         self.board = board
         self.batch_axis = batch_axis
         self.number = number
         self.mask = mask
         """The branch's own mask of one gate, if it has one."""
+        self.gates = torch.tensor(gates, dtype=torch.int64)
+        """That gate's number among all gates."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         draw = self.board.now()
         if draw is None:
             return output
+        if self.board.hear is not None and self.mask is not None:
+            self.board.hear(self, output)
         alive = draw.living(self.number) if self.mask is None else draw.part(self.mask)
         return output if alive is None else output * spread(alive, output, None, self.batch_axis)
 
@@ -380,7 +392,9 @@ def attach(
         own = gated.masks[0] if mask.kind == "branch" else None
         lives = left is None or all(left[graph.masks[number].gates].any() for number in gated.masks)
         if lives and gated.branch.mask_at in modules:
-            modules[gated.branch.mask_at].register_forward_hook(MaskBranch(board, number, own, gated.batch_axis))
+            gates = () if own is None else (mask.first,)
+            hook = MaskBranch(board, number, own, gated.batch_axis, gates)
+            modules[gated.branch.mask_at].register_forward_hook(hook)
 
 
 def _left_of(readers: tuple[Reader, ...], left: Decisions | None) -> Iterator[Reader]:

@@ -8,6 +8,7 @@ nothing of what the gates do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -99,12 +100,25 @@ class DynamicGates(nn.Module):
         return sum(network.macs for network in self.networks if isinstance(network, GateNetwork))
 
 
-def pooled(x: Tensor, site: Site, images: int) -> Tensor:
+class Axes(Protocol):
+    """Where channels and images are in a tensor; `axis` None where all of it is one channel."""
+
+    @property
+    def axis(self) -> int | None: ...
+
+    @property
+    def batch_axis(self) -> int: ...
+
+
+def pooled(x: Tensor, at: Axes, images: int) -> Tensor:
     """The mean of each channel of each image: (images, channels)."""
-    axis = site.axis % x.dim()
-    rest = [place for place in range(x.dim()) if place not in (axis, site.batch_axis)]
+    if at.axis is None:
+        x, axis, batch_axis = x.movedim(at.batch_axis, 0).flatten(1).unsqueeze(1), 1, 0
+    else:
+        axis, batch_axis = at.axis % x.dim(), at.batch_axis
+    rest = [place for place in range(x.dim()) if place not in (axis, batch_axis)]
     means = x.float().mean(rest) if rest else x.float()
-    if axis < site.batch_axis:
+    if axis < batch_axis:
         means = means.t()
     places = means.shape[0]  # len() would make a number of it, and an exported graph one of this many images
     if places != images and places % images == 0:  # windows or tokens folded with images

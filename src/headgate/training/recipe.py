@@ -47,7 +47,7 @@ OF_EXITS = ("exit_head", "classifier_weight", "classifier_scale", "train_model")
 SILENT: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("teacher", "distill", (0.0,)), ("distill_temperature", "distill", (0.0,)), ("distill_gates", "distill", (0.0,)),
     ("teacher_normalization", "teacher", (None,)), ("squeeze_below", "kind", ("dynamic",)),
-    ("static", "kind", ("static",)), ("rate", "loss", ("macs", "activation")),
+    ("static", "kind", ("static",)), ("prime_loudness", "kind", ("static",)), ("rate", "loss", ("macs", "activation")),
     ("budget_weight", "budget", ("paper",)), ("ramp", "budget", ("paper",)),
     ("budget_weight", "loss", ("per_gate",)), ("ramp", "loss", ("per_gate",)),
 )  # fmt: skip
@@ -95,6 +95,7 @@ class Recipe:
     initial_probability: float = about("P(open) of every gate at the start.", 0.95)
     prime_batches: int = about("Batches from which gates learn where to start; 0: all start alike.", 0)
     prime_spread: float = about("How far apart they then start: the deviation of their logits.", 1.5)
+    prime_loudness: float = about("Gates that look at the image: how much a channel's loudness in it counts.", 0.0)
     temperature: float = about("Of the Gumbel-softmax.", 1.0)
     hard: bool = about("Straight-through 0/1 gates (the soft ones otherwise).", True)
     backward: str = about("What stands for Z backward: sample or probability.", "sample")
@@ -157,7 +158,8 @@ class Recipe:
         for name in ("classifier_weight", "classifier_scale"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in (
-            "dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay", "prime_spread", "mix",
+            "dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay", "prime_spread",
+            "prime_loudness", "mix",
         ):  # fmt: skip
             value = getattr(self, name)
             _check(math.isfinite(value) and value >= 0, self, name, "a number from 0 on")
@@ -254,9 +256,10 @@ def _of_every_kind(recipe: Recipe) -> list[Recipe]:
     dynamic = {"kind": "dynamic", "gate_epochs": recipe.epochs * 3 // 5, "tune_epochs": recipe.epochs * 2 // 5}
     if not recipe.tune_epochs:
         dynamic = {"kind": "dynamic"}
+    loudness = 1.0 if recipe.prime_batches else 0.0
     return [
         replace(recipe, name=f"{recipe.name}-static"),
-        replace(recipe, name=f"{recipe.name}-dynamic", **dynamic),  # type: ignore[arg-type]
+        replace(recipe, name=f"{recipe.name}-dynamic", prime_loudness=loudness, **dynamic),  # type: ignore[arg-type]
         replace(recipe, name=f"{recipe.name}-aig", **blocks, **dynamic),  # type: ignore[arg-type]
     ]
 

@@ -131,6 +131,7 @@ class Run:
             net.prime_(
                 calibration_batches(data.train, self.recipe), self.recipe.prime_batches,
                 spread=self.recipe.prime_spread, probability=self.recipe.initial_probability,
+                loudness=self.recipe.prime_loudness,
             )  # fmt: skip
         if resumed is not None and inside:
             checkpoints.restore_net_(resumed, net)
