@@ -56,6 +56,8 @@ DISTILLED = "+distill"
 CELL, SPARSE, PRUNED, TUNED = "cell.json", "sparse.safetensors", "pruned.safetensors", "tuned.safetensors"
 QUICK_STEPS, QUICK_IMAGES, QUICK_TEST = 3, 1000, 500
 STOPPED = 130
+OF_A_CELL = ("seed", "precision")
+"""Fields in which the cells of a method may differ: each says what its own is."""
 SAY = Console(highlight=False, soft_wrap=True)
 Row = dict[str, Any]
 
@@ -490,7 +492,8 @@ def _kept(path: Path, epochs: int) -> Iterator[Row]:
         if row["method"] != DENSE and row["epochs"] != epochs:
             continue
         for cell in row["cells"]:
-            whole = Recipe.from_json(recipe | {"seed": cell["seed"]}).to_json()
+            own = {name: cell[name] for name in OF_A_CELL if name in cell}
+            whole = Recipe.from_json(recipe | own).to_json()
             del whole["data_dir"]
             yield {"kept": origin, **cell, "settings": {**row["settings"], "recipe": whole}}
 
@@ -506,7 +509,8 @@ def _read_cell(folder: Path) -> Row:
     result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     files = [folder / name for name in (SMALL, TUNED) if (folder / name).is_file()]
     return {
-        "seed": settings["recipe"]["seed"], "measured_on": result["measured_on"], "images": result["images"],
+        **{name: settings["recipe"][name] for name in OF_A_CELL},
+        "measured_on": result["measured_on"], "images": result["images"],
         **{name: result[name]["shrunk"] for name in ("accuracy", "macs_fraction", "macs", "parameters")},
         "seconds": result["seconds"], "widths": _conv_widths(files[0]) if files else None,
         "settings": settings,
@@ -522,7 +526,8 @@ def _conv_widths(path: Path) -> dict[str, int]:
 def _row(method: str, cells: Sequence[Row]) -> Row:
     settings = [cell.pop("settings") for cell in cells]
     for each in settings:
-        del each["recipe"]["seed"]
+        for name in OF_A_CELL:
+            del each["recipe"][name]
     if any(each != settings[0] for each in settings):
         raise HeadgateError(f"the seeds of {method} were not run with the same settings: repeat those that differ")
     accuracies = [cell["accuracy"] for cell in cells]
