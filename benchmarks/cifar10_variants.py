@@ -45,7 +45,7 @@ QUESTIONS = {
 }
 STREAM_NORMS = ("bn1", *(f"layer{stage}.{block}.bn2" for stage in (1, 2, 3) for block in range(3)))
 """Frozen, they keep the stream of ResNet-20 whole: only inner channels have gates."""
-AIG: dict[str, Any] = {"prime_batches": 0, "prime_loudness": 0.0}
+AIG: dict[str, Any] = {"prime_batches": 0}
 """As published: all blocks start alike."""
 TARGETS = ("0.3", "0.4", "0.5", "0.6", "0.7")
 Row = dict[str, Any]

@@ -466,14 +466,15 @@ class GatedModel(Passing):
 
     def prime_(
         self, loader: Iterable[Any], batches: int = 40, *, spread: float = 1.5, probability: float = 0.95,
-        loudness: float = 1.0,
+        loudness: float = 0.0,
     ) -> GatedModel:  # fmt: skip
         """Let the gates start from what the trained network says: those whose channels matter least to the loss, for
         the MACs they cost, start least likely to be open.
 
         Takes a loader of (images, labels) of a classifier; logits get a deviation of `spread` around that of
-        `probability`. Gates that depend on the input start from there too, and are taught how loud their channels will
-        be in an image: as if a channel e times as loud as usual were worth e to the power of `loudness` as much.
+        `probability`. Gates that depend on the input start from there too. With a `loudness` above 0 they are also
+        taught how loud their channels will be in an image: as if one that is e times as loud as usual were worth e to
+        the power of `loudness` as much.
         """
         if not 0 < probability < 1:
             raise HeadgateError(f"probability={probability}: it must be between 0 and 1, e.g. 0.95")

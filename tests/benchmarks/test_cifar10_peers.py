@@ -55,3 +55,17 @@ def test_cells_of_an_earlier_record_count_where_the_folder_has_none(peers, tmp_p
         assert peers._changed(row["settings"]) == recorded[method]["settings"]
     options.epochs = 30
     assert [row["method"] for row in peers._rows(options)] == ["dense"], "cells of other epochs make another table"
+
+
+def cell_of(peers, seed: int, precision: str, **changes):  # type: ignore[no-untyped-def]
+    recipe = peers.recipe_for("headgate", seed, peers._options()).to_json() | {"precision": precision} | changes
+    own = {name: recipe[name] for name in peers.OF_A_CELL}
+    return {**own, "accuracy": 0.9, "macs_fraction": 0.5, "seconds": {}, "settings": {"recipe": recipe}}
+
+
+def test_cells_of_a_method_may_differ_in_precision_and_in_nothing_else(peers) -> None:  # type: ignore[no-untyped-def]
+    row = peers._row("headgate", [cell_of(peers, 0, "no"), cell_of(peers, 1, "bf16")])
+    assert [(cell["seed"], cell["precision"]) for cell in row["cells"]] == [(0, "no"), (1, "bf16")]
+    assert "precision" not in row["settings"]["recipe"]
+    with pytest.raises(ValueError, match="not run with the same settings"):
+        peers._row("headgate", [cell_of(peers, 0, "no"), cell_of(peers, 1, "no", tune_lr=0.1)])

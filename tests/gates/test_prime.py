@@ -77,7 +77,7 @@ def test_spread_zero_starts_all_alike() -> None:
 
 
 def test_gates_that_depend_on_the_input_start_from_there_too() -> None:
-    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic").prime_(batches(), loudness=0)
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic").prime_(batches())
     static = headgate.gate(two_blocks(), randn(1, 3, 8, 8), stream="indexed").prime_(batches())
     gated.eval()(randn(4, 3, 8, 8))
     for name, p in gated.gate_probabilities().items():
@@ -142,7 +142,7 @@ def test_gates_are_taught_how_loud_their_channels_will_be() -> None:
     given = [(randn(64, 3, 8, 8, seed=seed) * torch.rand(64, 1, 1, 1) * 2, torch.arange(64) % 5) for seed in range(8)]
     gated = headgate.gate(model, randn(1, 3, 8, 8), kind="dynamic")
     heard = heard_in(gated, given[:6])
-    gated.prime_(given[:6], spread=2.0)
+    gated.prime_(given[:6], spread=2.0, loudness=1.0)
     others, left, all_of_it = heard_in(gated, given[6:]), 0.0, 0.0
     for number, (network, group) in enumerate(zip(gated.dynamic.networks, gated._groups, strict=True)):
         with torch.no_grad():
@@ -159,7 +159,7 @@ def test_gates_are_taught_how_loud_their_channels_will_be() -> None:
 
 def test_priming_by_loudness_is_repeatable_and_leaves_nothing_behind() -> None:
     gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", static=["stem"]).train()
-    first, second = (copy.deepcopy(gated).prime_(batches()) for _ in range(2))
+    first, second = (copy.deepcopy(gated).prime_(batches(), loudness=1.5) for _ in range(2))
     for one, other in zip(first.dynamic.parameters(), second.dynamic.parameters(), strict=True):
         assert torch.equal(one, other) and one.grad is None
     assert first.training and all(network.training for network in first.dynamic.networks)

@@ -256,10 +256,9 @@ def _of_every_kind(recipe: Recipe) -> list[Recipe]:
     dynamic = {"kind": "dynamic", "gate_epochs": recipe.epochs * 3 // 5, "tune_epochs": recipe.epochs * 2 // 5}
     if not recipe.tune_epochs:
         dynamic = {"kind": "dynamic"}
-    loudness = 1.0 if recipe.prime_batches else 0.0
     return [
         replace(recipe, name=f"{recipe.name}-static"),
-        replace(recipe, name=f"{recipe.name}-dynamic", prime_loudness=loudness, **dynamic),  # type: ignore[arg-type]
+        replace(recipe, name=f"{recipe.name}-dynamic", **dynamic),  # type: ignore[arg-type]
         replace(recipe, name=f"{recipe.name}-aig", **blocks, **dynamic),  # type: ignore[arg-type]
     ]
 
