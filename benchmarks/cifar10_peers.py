@@ -495,7 +495,8 @@ def _kept(path: Path, epochs: int) -> Iterator[Row]:
             own = {name: cell[name] for name in OF_A_CELL if name in cell}
             whole = Recipe.from_json(recipe | own).to_json()
             del whole["data_dir"]
-            yield {"kept": origin, **cell, "settings": {**row["settings"], "recipe": whole}}
+            said = {name: whole[name] for name in OF_A_CELL}
+            yield {"kept": origin, **said, **cell, "settings": {**row["settings"], "recipe": whole}}
 
 
 def _official(rows: Sequence[Row]) -> bool:

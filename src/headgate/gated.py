@@ -486,7 +486,7 @@ class GatedModel(Passing):
                 raise HeadgateError(f"{name}={value}: it is {what}, 0 or more, e.g. 1.5")
         self.unsqueeze_()
         training = self.training
-        heard = Loudness(self._ledger.count, self.dynamic) if self.dynamic is not None and loudness else None
+        heard = None if self.dynamic is None or not loudness else Loudness(self._ledger.count, self.dynamic)
         try:
             given = (labelled(batch, self._takes) for batch in itertools.islice(loader, batches))
             worth_G = worth(self.eval().model, self._ledger, self._board, given, self._arguments, heard)
@@ -496,12 +496,8 @@ class GatedModel(Passing):
         macs_G = marginal_macs(self.cost, self._ledger).to(worth_G)
         logits_G, by_nat = primed_logits(worth_G, macs_G, logit, spread)
         self.gates.set_logits(logits_G[self._fixed.gates])
-        if heard is not None and self.dynamic is not None:
-            teach_(self.dynamic, heard, [group.gates for group in self._groups], logits_G, by_nat * loudness)
-        elif self.dynamic is not None:
-            with torch.no_grad():
-                for group, network in zip(self._groups, self.dynamic.networks, strict=True):
-                    network.head.bias.copy_(logits_G[group.gates])  # type: ignore[union-attr, operator]
+        if self.dynamic is not None:
+            teach_(self.dynamic, [group.gates for group in self._groups], logits_G, heard, by_nat * loudness)
         self._macs = self._last = None
         return self
 

@@ -68,16 +68,19 @@ class Loudness:
         return torch.cat(self._seen[number]) if complete else None
 
 
-def teach_(dynamic: DynamicGates, heard: Loudness, gates: Sequence[Tensor], logits_G: Tensor, by_nat: float) -> None:
-    """Let every site's network say, of its `gates`, `logits_G`, and `by_nat` more for channels e times as loud."""
+def teach_(
+    dynamic: DynamicGates, gates: Sequence[Tensor], logits_G: Tensor, heard: Loudness | None, by_nat: float
+) -> None:  # fmt: skip
+    """Let every site's network say, of its `gates`, `logits_G`, and `by_nat` more for channels e times as loud; where
+    nothing was heard, the same of all images."""
     for number, (network, own) in enumerate(zip(dynamic.networks, gates, strict=True)):
         assert isinstance(network, GateNetwork)
-        seen_BC = heard.seen_BC(number)
-        if seen_BC is None or len(seen_BC) < 2:
+        seen_BC = None if heard is None else heard.seen_BC(number)
+        if heard is None or seen_BC is None or len(seen_BC) < 2:
             with torch.no_grad():
                 network.head.bias.copy_(logits_G[own])
-            continue
-        _teach(network, seen_BC, logits_G[own] + by_nat * heard.relative_BG(own))
+        else:
+            _teach(network, seen_BC, logits_G[own] + by_nat * heard.relative_BG(own))
 
 
 @torch.enable_grad()
