@@ -13,7 +13,7 @@ import headgate
 from headgate.errors import HeadgateError
 from headgate.gates.loudness import LOUDEST, QUIETEST, Loudness
 from headgate.gates.prime import marginal_macs, primed_logits, worth
-from tests.gates.test_dynamic import two_blocks
+from tests.gates.test_dynamic import opinionated_, two_blocks
 from tests.oracle import randn
 
 
@@ -83,6 +83,20 @@ def test_gates_that_depend_on_the_input_start_from_there_too() -> None:
     for name, p in gated.gate_probabilities().items():
         q = static.gate_probabilities()[name]
         torch.testing.assert_close(p if p.dim() == 1 else p.mean(0), q, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("loudness", [0.0, 1.0])
+def test_a_pass_before_priming_makes_no_difference(loudness: float) -> None:
+    """All gates are open while their worth is found, whatever they have decided before."""
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic")
+    used = opinionated_(copy.deepcopy(gated)).eval()
+    used(randn(4, 3, 8, 8))
+    for mine, its in zip(gated.dynamic.networks, used.dynamic.networks, strict=True):
+        its.load_state_dict(mine.state_dict())
+    gated.eval().prime_(batches(), loudness=loudness)
+    used.prime_(batches(), loudness=loudness)
+    for mine, its in zip(gated.dynamic.parameters(), used.dynamic.parameters(), strict=True):
+        assert torch.equal(mine, its)
 
 
 def test_priming_changes_nothing_but_the_gates() -> None:

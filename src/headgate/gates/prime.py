@@ -36,8 +36,7 @@ def worth(
     device = next(model.parameters()).device
     total, images_seen = torch.zeros(ledger.count, dtype=torch.float64), 0
     try:
-        if heard is not None:
-            board.hear, board.decide = heard.hear, heard.see
+        board.hear, board.decide = (None, None) if heard is None else (heard.hear, heard.see)  # nothing is decided
         for inputs, labels in batches:
             images = len(labels)
             if heard is not None:
