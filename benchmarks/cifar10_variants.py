@@ -45,8 +45,6 @@ QUESTIONS = {
 }
 STREAM_NORMS = ("bn1", *(f"layer{stage}.{block}.bn2" for stage in (1, 2, 3) for block in range(3)))
 """Frozen, they keep the stream of ResNet-20 whole: only inner channels have gates."""
-AIG: dict[str, Any] = {"prime_batches": 0}
-"""As published: all blocks start alike."""
 TARGETS = ("0.3", "0.4", "0.5", "0.6", "0.7")
 Row = dict[str, Any]
 
@@ -71,7 +69,8 @@ def variants(table: str, recipe: Recipe) -> dict[str, Recipe]:
             "dynamic": dynamic,
             "dynamic, inner masks only": replace(dynamic, frozen=STREAM_NORMS),
             "dynamic blocks, batch loss": replace(dynamic, granularity="layer"),
-            "dynamic blocks, AIG's loss": replace(dynamic, granularity="layer", loss="per_gate", **AIG),
+            # as published: all blocks start alike
+            "dynamic blocks, AIG's loss": replace(dynamic, granularity="layer", loss="per_gate", prime_batches=0),
         }
     return {"dense": replace(recipe, dense_epochs=recipe.epochs, gate_epochs=0, tune_epochs=0), "static": recipe}
 

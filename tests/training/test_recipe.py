@@ -91,6 +91,7 @@ def test_nonsense_is_refused_by_name(field: str, value: object) -> None:
         ({}, "teacher", "x=y.safetensors"), ({}, "distill_temperature", 2.0), ({}, "rate", "0.3"), ({}, "static", ("conv1",)),
         ({"kind": "dynamic"}, "squeeze_below", 0.02), ({"budget": "paper"}, "ramp", 0.1),
         ({"loss": "per_gate"}, "ramp", 0.1), ({"loss": "per_gate"}, "budget_weight", 7.0),
+        ({"prime_batches": 4}, "prime_loudness", 1.0), ({"kind": "dynamic"}, "prime_loudness", 1.0),
     ],
 )  # fmt: skip
 def test_a_field_that_would_say_nothing_is_refused(other: dict[str, object], field: str, value: object) -> None:

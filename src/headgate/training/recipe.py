@@ -47,7 +47,8 @@ OF_EXITS = ("exit_head", "classifier_weight", "classifier_scale", "train_model")
 SILENT: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("teacher", "distill", (0.0,)), ("distill_temperature", "distill", (0.0,)), ("distill_gates", "distill", (0.0,)),
     ("teacher_normalization", "teacher", (None,)), ("squeeze_below", "kind", ("dynamic",)),
-    ("static", "kind", ("static",)), ("prime_loudness", "kind", ("static",)), ("rate", "loss", ("macs", "activation")),
+    ("static", "kind", ("static",)), ("prime_loudness", "kind", ("static",)),
+    ("prime_loudness", "prime_batches", (0,)), ("rate", "loss", ("macs", "activation")),
     ("budget_weight", "budget", ("paper",)), ("ramp", "budget", ("paper",)),
     ("budget_weight", "loss", ("per_gate",)), ("ramp", "loss", ("per_gate",)),
 )  # fmt: skip
