@@ -24,7 +24,7 @@ from headgate.training.recipe import RECIPES
 from headgate.training.run import recipe_in
 from headgate.training.start import Options, go, only_user
 from tests.training.runs import QUIET, RECIPE, TINY, options_of, run, same_weights, start_process
-from tests.training.tiny import make
+from tests.training.tiny import make, two_layers
 
 EVERY_STEP = Options(quiet=True, checkpoint_seconds=0)
 
@@ -97,16 +97,12 @@ def test_an_interrupted_run_ends_with_the_same_bits(
     assert len(done) == len(set(done)) == 4  # nothing logged twice, nothing missing
 
 
-def test_a_compiled_run_ends_with_the_same_bits_too(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_run_ends_with_the_same_bits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    headgate.save(two_layers(), tmp_path / "dense.safetensors")
     changes = {
-        "compile": True,
-        "distill": 0.5,
-        "mix": 0.4,
-        "weights": str(whole / "dense.safetensors"),
-        "dense_epochs": 0,
-    }
+        "model": TINY.replace(":make", ":two_layers"), "weights": str(tmp_path / "dense.safetensors"),
+        "compile": True, "distill": 0.5, "mix": 0.4, "dense_epochs": 0, "gate_epochs": 1,
+    }  # fmt: skip
     real = torch.compile
 
     def compiled(net: torch.nn.Module, **options: Any) -> Any:
@@ -123,7 +119,7 @@ def test_a_compiled_run_ends_with_the_same_bits_too(
     go(tmp_path / "run", None, EVERY_STEP)
     assert same_weights(tmp_path / "whole", tmp_path / "run")
     assert not any(
-        "_orig_mod" in name for name in headgate.load(tmp_path / "run" / "small.safetensors", make()).state_dict()
+        "_orig_mod" in name for name in headgate.load(tmp_path / "run" / "small.safetensors", two_layers()).state_dict()
     )
 
 
