@@ -109,6 +109,36 @@ def test_every_instruction_set(level: int, case: dict[str, Any]) -> None:
     torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("level", range(len(native.LEVELS)))
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "side", "size", "stride"),
+    [
+        (1, 7, 40, 1, 1),
+        (500, 9, 13, 1, 1),
+        (90, 40, 30, 1, 1),
+        (450, 11, 14, 1, 2),
+        (60, 20, 30, 3, 1),
+        (70, 9, 15, 3, 2),
+    ],
+)
+def test_lists_of_several_parts_and_runs(
+    level: int, inputs: int, outputs: int, side: int, size: int, stride: int
+) -> None:
+    """Longer than the pixels of a part are near, and more runs than are computed together."""
+    generator = torch.Generator().manual_seed(inputs)
+    noise = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    x, w = noise(2, inputs, side, side), noise(outputs, inputs, size, size) / inputs**0.5
+    pairs = (stride, stride), (size // 2, size // 2), (1, 1)
+    in_mask = torch.rand(2, inputs, generator=generator) < 0.9
+    in_mask[1, inputs // 2 :] = False
+    out_mask = torch.rand(2, outputs, generator=generator) < 0.8
+    bias, residual = noise(outputs), noise(*F.conv2d(x, w, None, *pairs).shape)
+    expected = reference(x, w, bias, in_mask, out_mask, residual, pairs, True)
+    y = torch.full_like(expected, float("nan"))
+    native.conv2d(x, w, bias, in_mask, out_mask, residual, *pairs, True, y, level=level)
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+
+
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), rectified=st.booleans(), threads=st.integers(1, 3))
 def test_adding_to_the_residual_in_its_place(case: dict[str, Any], rectified: bool, threads: int) -> None:

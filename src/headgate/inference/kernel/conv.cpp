@@ -8,7 +8,8 @@
 // channel after channel; all others read a copy of the open channels, padded, and for stride 2 split into even and odd
 // rows and columns, so that every tap of a run of output pixels is a run of input pixels. A tile of R output channels
 // by V vectors of pixels stays in registers while the list is walked; the list is cut into parts whose pixels fit the
-// first-level cache.
+// first-level cache, and runs whose pixels fit together use a row of weights one after the other. What lies far apart
+// (rows of the output, weights that were not used yet) is asked for a tile before it is needed.
 
 #include <algorithm>
 #include <atomic>
@@ -42,9 +43,20 @@ struct Tile {
   bool relu;
 };
 
-constexpr int64_t ENTRIES_A_PART = 192;
+// Pixels to be copied side by side, channel after channel.
+struct Pack {
+  const float* x;           // the first pixel of channel 0
+  const int32_t* channels;
+  int64_t entries, plane;   // channels, and floats from one to the next
+  float* to;
+};
+
 constexpr int64_t TILE_VECTORS = 4;
 constexpr int64_t MOST_ROWS = 8;
+constexpr int64_t FLOATS_A_LINE = 16;
+constexpr int64_t NEAR_FLOATS = 6144;    // of pixels: three quarters of a first-level cache of 32 KiB
+constexpr int64_t ENTRIES_A_PART = 192;  // of a list, if their pixels are near then
+constexpr int64_t MOST_RUNS = 16;        // whose sums are kept at once
 
 #define HEADGATE_KERNEL_NAMESPACE portable
 #define HEADGATE_TARGET
@@ -83,6 +95,14 @@ void run_tile(Level level, int64_t vectors, int64_t rows, const Tile& tile) {
   if (level == AVX2) return avx2::run(vectors, rows, tile);
 #endif
   portable::run(vectors, rows, tile);
+}
+
+void run_pack(Level level, int64_t vectors, const Pack& pack) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (level == AVX512) return avx512::run(vectors, pack);
+  if (level == AVX2) return avx2::run(vectors, pack);
+#endif
+  portable::run(vectors, pack);
 }
 
 // Rows of a tile: as many as registers hold beside V vectors of pixels.
@@ -153,17 +173,19 @@ void copy_channel(const Shape& s, const Copy& copy, const float* from, float* to
     }
 }
 
-// Memory that is kept from call to call, each thread its own.
+// Memory that is kept from call to call, each thread its own. It begins with a line of the cache: vectors that lie
+// across two lines are read twice.
 class Scratch {
  public:
   float* at_least(size_t floats) {
     if (floats > size_) {
       size_ = 0;  // if there is no memory for more
       data_.reset();  // first, so that both are never held at once
-      data_.reset(new float[floats]);
+      data_.reset(new float[floats + FLOATS_A_LINE]);
       size_ = floats;
     }
-    return data_.get();
+    const uintptr_t bytes = FLOATS_A_LINE * sizeof(float), place = reinterpret_cast<uintptr_t>(data_.get());
+    return data_.get() + (round_up(place, bytes) - place) / sizeof(float);
   }
 
  private:
@@ -188,7 +210,7 @@ void list_open(const uint8_t* mask, int64_t count, std::vector<int32_t>& open) {
 struct Job {
   Shape s;
   Level level;
-  int64_t lanes, in_plane, out_plane, taps, vectors, runs;
+  int64_t lanes, in_plane, out_plane, taps, vectors, runs, entries_a_part;
   bool flat;    // output pixels are computed in their order, without gaps
   bool packed;  // 1x1: nothing is copied but the pixels of a run
   bool relu;
@@ -230,14 +252,11 @@ struct Job {
   void pack(const float* image_x, const int32_t* channels, int64_t entries, int64_t pixel, int64_t width,
             float* to) const {
     const int64_t count = std::min(width, out_plane - pixel);
+    if (s.stride_h == 1 && s.stride_w == 1 && count == width)
+      return run_pack(level, width / lanes, Pack{image_x + pixel, channels, entries, in_plane, to});
     for (int64_t e = 0; e < entries; ++e, to += width) {
       const float* from = image_x + channels[e] * in_plane;
       if (s.stride_h == 1 && s.stride_w == 1) {
-        if (e + 8 < entries) {
-          const float* soon = image_x + channels[e + 8] * in_plane + pixel;
-          __builtin_prefetch(soon);
-          __builtin_prefetch(soon + 16);
-        }
         std::memcpy(to, from + pixel, sizeof(float) * count);
       } else {
         int64_t row = pixel / s.out_width, column = pixel % s.out_width;
@@ -252,54 +271,97 @@ struct Job {
     }
   }
 
+  // How many runs, one after the other, find the pixels of a part of the list in the first-level cache: all of them
+  // use a row of weights as long as it is there, too.
+  int64_t runs_at_once(int64_t entries) const {
+    const int64_t part = std::min(entries, entries_a_part), width = TILE_VECTORS * lanes;
+    if (part == 0) return 1;
+    const int64_t channels = (part + taps - 1) / taps;
+    const int64_t reach = packed ? 0 : (copy.rows - s.out_height) * copy.columns + copy.columns - s.out_width;
+    return std::max<int64_t>(1, std::min((NEAR_FLOATS / (channels * copy.phases_h * copy.phases_w) - reach) / width,
+                                         MOST_RUNS));
+  }
+
   // Runs of pixels [first_run, last_run) of the open outputs [first_out, last_out) of an image.
   void compute(int64_t b, const Image& image, const float* copies, int64_t first_run, int64_t last_run,
                int64_t first_out, int64_t last_out) const {
     if (last_out <= first_out) return;
+    const int64_t entries = image.w_places.size(), whole = vectors / TILE_VECTORS;  // runs of four vectors
+    const int64_t at_once = runs_at_once(entries);
+    for (int64_t run = first_run; run < last_run;) {
+      const int64_t stop = run < whole ? std::min({run + at_once, last_run, whole}) : run + 1;
+      compute_together(b, image, copies, run, stop, first_out, last_out, run == first_run);
+      run = stop;
+    }
+  }
+
+  // Have the weights of entries [first, last) of the list come from memory, for the open outputs [first_out, last_out).
+  void fetch(const Image& image, int64_t first, int64_t last, int64_t first_out, int64_t last_out) const {
+    if (last <= first) return;
+    for (int64_t k = first_out; k < last_out; ++k) {
+      const float* row = w + image.outputs[k] * s.in_channels * taps;
+      for (int64_t place = image.w_places[first]; place <= image.w_places[last - 1]; place += FLOATS_A_LINE)
+        __builtin_prefetch(row + place);
+    }
+  }
+
+  // The same as `compute`, of runs that have as many vectors; `cold` if the weights were not used a moment ago.
+  void compute_together(int64_t b, const Image& image, const float* copies, int64_t first_run, int64_t last_run,
+                        int64_t first_out, int64_t last_out, bool cold) const {
     const float* image_x = x + b * s.in_channels * in_plane;
-    float* pack_room = packed ? own_pack.at_least(ENTRIES_A_PART * TILE_VECTORS * lanes) : nullptr;
-    const int64_t entries = image.w_places.size();
-    const int64_t parts = std::max<int64_t>(1, (entries + ENTRIES_A_PART - 1) / ENTRIES_A_PART);
-    const int64_t room_row = TILE_VECTORS * lanes;
-    float* room = own_sums.at_least((last_out - first_out) * room_row);
+    const int64_t entries = image.w_places.size(), runs_here = last_run - first_run;
+    const int64_t parts = std::max<int64_t>(1, (entries + entries_a_part - 1) / entries_a_part);
+    const int64_t v = std::min(TILE_VECTORS, vectors - first_run * TILE_VECTORS), width = v * lanes;
+    const int64_t most_rows = rows_of(level, v);
+    const int64_t a_pack = entries_a_part * width, a_row = runs_here * width;
+    float* pack_room = packed ? own_pack.at_least(runs_here * a_pack) : nullptr;
+    float* room = own_sums.at_least((last_out - first_out) * a_row);
     float* outs[MOST_ROWS];
     float* sums[MOST_ROWS];
     const float* w_rows[MOST_ROWS];
     const float* adds[MOST_ROWS];
     float biases[MOST_ROWS];
-    for (int64_t run = first_run; run < last_run; ++run) {
-      const int64_t v = std::min(TILE_VECTORS, vectors - run * TILE_VECTORS);
-      const int64_t width = v * lanes;
-      const int64_t pixel = run * TILE_VECTORS * lanes;
-      const bool straight = flat && pixel + width <= out_plane;
-      const int64_t most_rows = rows_of(level, v);
-      for (int64_t part = 0; part < parts; ++part) {
-        const int64_t first = entries * part / parts, last = entries * (part + 1) / parts;
-        if (packed) pack(image_x, image.inputs.data() + first, last - first, pixel, width, pack_room);
-        const float* pixels = packed ? pack_room : copies + pixel;
-        const int32_t* places = packed ? nullptr : image.x_places.data() + first;
-        for (int64_t k = first_out; k < last_out; k += most_rows) {
-          const int64_t rows = std::min(most_rows, last_out - k);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t first = entries * part / parts, last = entries * (part + 1) / parts;
+      if (packed)
+        for (int64_t i = 0; i < runs_here; ++i)
+          pack(image_x, image.inputs.data() + first, last - first, (first_run + i) * TILE_VECTORS * lanes, width,
+               pack_room + i * a_pack);
+      const int32_t* places = packed ? nullptr : image.x_places.data() + first;
+      for (int64_t k = first_out; k < last_out; k += most_rows) {
+        const int64_t rows = std::min(most_rows, last_out - k);
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t channel = image.outputs[k + r];
+          w_rows[r] = w + channel * s.in_channels * taps;
+          biases[r] = bias ? bias[channel] : 0.0f;
+        }
+        if (cold) fetch(image, first, last, k + rows, std::min(k + rows + most_rows, last_out));
+        for (int64_t i = 0; i < runs_here; ++i) {
+          const int64_t pixel = (first_run + i) * TILE_VECTORS * lanes;
           for (int64_t r = 0; r < rows; ++r) {
-            const int64_t channel = image.outputs[k + r];
-            const int64_t start = (b * s.out_channels + channel) * out_plane + pixel;
-            w_rows[r] = w + channel * s.in_channels * taps;
-            sums[r] = room + (k + r - first_out) * room_row;
-            biases[r] = bias ? bias[channel] : 0.0f;
+            const int64_t start = (b * s.out_channels + image.outputs[k + r]) * out_plane + pixel;
+            sums[r] = room + (k + r - first_out) * a_row + i * width;
             outs[r] = y + start;
             adds[r] = residual ? residual + start : nullptr;
           }
           run_tile(level, v, rows,
-                   Tile{pixels, places, image.w_places.data() + first, last - first, w_rows, sums, biases, outs, adds,
-                        part == 0, straight && part + 1 == parts, relu});
+                   Tile{packed ? pack_room + i * a_pack : copies + pixel, places, image.w_places.data() + first,
+                        last - first, w_rows, sums, biases, outs, adds, part == 0,
+                        part + 1 == parts && straight(pixel, width), relu});
         }
       }
-      if (!straight)
-        for (int64_t k = first_out; k < last_out; ++k)
-          scatter(room + (k - first_out) * room_row, (b * s.out_channels + image.outputs[k]) * out_plane, pixel,
-                  std::min(pixel + width, copy.run));
+    }
+    for (int64_t i = 0; i < runs_here; ++i) {
+      const int64_t pixel = (first_run + i) * TILE_VECTORS * lanes;
+      if (straight(pixel, width)) continue;
+      for (int64_t k = first_out; k < last_out; ++k)
+        scatter(room + (k - first_out) * a_row + i * width, (b * s.out_channels + image.outputs[k]) * out_plane, pixel,
+                std::min(pixel + width, copy.run));
     }
   }
+
+  // Whether a run's sums are the output's pixels as they lie.
+  bool straight(int64_t pixel, int64_t width) const { return flat && pixel + width <= out_plane; }
 
   // From computed runs to the output's pixels; residual and activation on the way.
   void scatter(const float* sum, int64_t channel, int64_t pixel, int64_t stop) const {
@@ -371,6 +433,8 @@ int headgate_conv2d(const float* x, const float* w, const float* bias, const flo
   if (s.in_channels * std::max(job.packed ? 0 : job.copy.plane, job.taps) > INT32_MAX) return 1;
   job.vectors = round_up(job.copy.run, job.lanes) / job.lanes;
   job.runs = (job.vectors + TILE_VECTORS - 1) / TILE_VECTORS;
+  job.entries_a_part =
+      job.packed ? std::min(ENTRIES_A_PART, NEAR_FLOATS / (TILE_VECTORS * job.lanes)) : ENTRIES_A_PART;
   job.relu = relu != 0;
   job.x = x, job.w = w, job.bias = bias, job.residual = residual, job.y = y;
   job.in_mask = in_mask, job.out_mask = out_mask;
