@@ -37,7 +37,7 @@ setup(
     ext_modules=[
         Extension(
             "headgate.inference.kernel._conv",
-            sources=["src/headgate/inference/kernel/conv.cpp", "src/headgate/inference/kernel/gates.cpp"],
+            sources=[f"src/headgate/inference/kernel/{name}.cpp" for name in ("conv", "gates", "tape")],
             depends=["src/headgate/inference/kernel/tiles.inc"],
             language="c++",
             optional=True,

@@ -9,6 +9,7 @@
 #define HEADGATE_CLONES  // clones are chosen before the sanitizer is awake
 #include "conv.cpp"
 #include "gates.cpp"
+#include "tape.cpp"
 
 int main() {
   std::mt19937 random(1);
@@ -96,6 +97,24 @@ int main() {
     uint8_t immortal[2] = {1, 0}, *out[2] = {first.get(), second.get()};
     headgate_gate_masks(x.get(), round % 3 ? open.get() : nullptr, P, w1.get(), b1.get(), w2.get(), b2.get(), 1, P, H * W,
                         hidden, sizes, immortal, 2, groups, round % 2 ? 3 : 0, 0.0f, out, 1 + round % 2);
+    // the same by a tape, and a convolution whose outputs the first mask opens
+    std::unique_ptr<uint8_t[]> masks(new uint8_t[gates]);
+    auto w = noise(sizes[0] * P), made = noise(sizes[0] * H * W), expected = noise(sizes[0] * H * W);
+    int64_t shape[15] = {1, P, H, W, sizes[0], H, W, 1, 1, 1, 1, 0, 0, 1, 1};
+    headgate_conv2d(x.get(), w.get(), nullptr, nullptr, expected.get(), nullptr, 0, first.get(), sizes[0], shape, 1, 0, 1, -1);
+    char* slots[3] = {reinterpret_cast<char*>(x.get()), reinterpret_cast<char*>(masks.get()), reinterpret_cast<char*>(made.get())};
+    auto at = [](const void* place) { return reinterpret_cast<int64_t>(place); };
+    std::vector<int64_t> tape = {1, 0, 0, -1, round % 3 ? at(open.get()) : 0, P, -1, at(w1.get()), -1, at(b1.get()), -1,
+                                 at(w2.get()), -1, at(b2.get()), 1, P, H * W, hidden, -1, at(sizes), -1, at(immortal), -1,
+                                 at(groups), round % 2 ? 3 : 0, 0, 2, 1, 0, 1, sizes[0],
+                                 0, 0, 0, -1, at(w.get()), -1, 0, -1, 0, 2, 0, -1, 0, 0, 1, 0, sizes[0], 1, 0};
+    tape.insert(tape.end(), shape, shape + 15);
+    if (headgate_run(tape.data(), tape.size(), slots, 1 + round % 2) || std::memcmp(masks.get(), first.get(), sizes[0]) ||
+        std::memcmp(masks.get() + sizes[0], second.get(), sizes[1]) ||
+        std::memcmp(made.get(), expected.get(), sizeof(float) * sizes[0] * H * W)) {
+      std::printf("round %d: a tape does something else\n", round);
+      return 1;
+    }
   }
   std::printf("same\n");
   return 0;

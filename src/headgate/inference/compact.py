@@ -35,6 +35,7 @@ from headgate.inference.kernel import native, plain
 from headgate.inference.kernel.op import is_recorded
 from headgate.inference.kernel.prepared import Conv
 from headgate.inference.lowering.fate import ALWAYS, DEPENDS, gates_over_all_images, left_after_folding
+from headgate.inference.lowering.join import joined
 from headgate.inference.lowering.masks import GateSite
 from headgate.inference.lowering.rewrite import Lowering, Report, marked
 from headgate.inference.shrink import TOLERANCE, build, difference, random_like
@@ -128,7 +129,11 @@ class CompactModel(nn.Module):
         self.tau = tau
         self.at_once: int | None = None
         """Larger batches are computed in parts of so many images, whose activations stay in the cache; None: whole."""
-        self._quick = _prepared(program) if native.compiled() is not None else program
+        self._layers = _prepared(program) if native.compiled() is not None else program
+        """The program with every layer a module of its own."""
+        self._quick = self._layers
+        """What runs: the same, layers that follow each other joined."""
+        self._join_()
         self.eval()
 
     @property
@@ -176,27 +181,38 @@ class CompactModel(nn.Module):
         twin.recompile()
         return twin
 
+    def _join_(self) -> None:
+        """Find anew which layers run in one call of the kernel."""
+        if native.compiled() is not None:
+            with without_torchs_own_warnings():
+                self._quick = joined(self._layers)
+
     def choose_(self, images: Tensor) -> None:
         """Time these images at once and in parts, and every layer both ways for as many, and take what is quickest."""
         self._sizes.check(images)
         reasons = {name: reason for name, reason in self.report.dense.items() if reason != QUICKER}
-        convs = [module for module in self._quick.modules() if isinstance(module, Conv)]
+        convs = [module for module in self._layers.modules() if isinstance(module, Conv)]
         with torch.no_grad():
             parts = [size for size in PARTS if size < len(images)] if self._parts_are_the_same(images) else []
             best = float("inf")
             for size in (len(images), *parts):
-                dense = _quicker_densely(convs, partial(self._quick, images[:size]))
-                for conv in convs:
-                    conv.dense = conv in dense
+                dense = _quicker_densely(convs, partial(self._layers, images[:size]))
+                self._compute_densely_(dense)
                 seconds = _seconds(partial(self._in_parts, images, size), ())
                 if seconds < best * (PARTS_GAIN if size < len(images) else 1.0):
                     best, chosen, self.at_once = seconds, dense, None if size == len(images) else size
-        for conv in convs:
-            conv.dense = conv in chosen
+        self._compute_densely_(chosen)
         by_kernel = {conv.layer for conv in convs}
         reasons |= {layer: NO_KERNEL for layer in self.report.fast if layer not in by_kernel}
         reasons |= {conv.layer: QUICKER for conv in convs if conv.dense}
         self.report = Report(tuple(conv.layer for conv in convs if not conv.dense), reasons)
+
+    def _compute_densely_(self, dense: set[Conv]) -> None:
+        """These layers and no others."""
+        for conv in self._layers.modules():
+            if isinstance(conv, Conv):
+                conv.dense = conv in dense
+        self._join_()
 
     def _in_parts(self, images: Tensor, size: int) -> Any:
         """What it returns, computed for so many images at a time."""
@@ -230,15 +246,16 @@ class CompactModel(nn.Module):
             assert isinstance(site, GateSite)
             gates_BG[:, torch.from_numpy(site.numbers)] = torch.cat(masks, 1).bool().cpu()
 
-        sites = [module for module in self._quick.modules() if isinstance(module, GateSite)]
+        self._sizes.check(images)
+        sites = [module for module in self._layers.modules() if isinstance(module, GateSite)]
         hooks = [site.register_forward_hook(note) for site in sites]
-        parts, self.at_once = self.at_once, None
         try:
-            return self(images), gates_BG
+            with torch.no_grad():
+                self._layers(images)
         finally:
-            self.at_once = parts
             for hook in hooks:
                 hook.remove()
+        return self(images), gates_BG
 
     def forward(self, images: Tensor) -> Any:
         """What the gated network returns in eval mode."""

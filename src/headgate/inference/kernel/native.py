@@ -17,7 +17,7 @@ from torch import Tensor
 LEVELS = ("portable", "avx2", "avx512")
 Pair = tuple[int, int]
 FOLDER = Path(__file__).parent
-VERSION = 2
+VERSION = 3
 """Of the functions' arguments, as in conv.cpp: a library that was built before they changed is not called."""
 
 
@@ -58,6 +58,8 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     found.headgate_read_planes.restype = ctypes.c_int
     found.headgate_max_pool.argtypes = [pointer, pointer, pointer, flag]
     found.headgate_max_pool.restype = flag
+    found.headgate_run.argtypes = [pointer, number, pointer, flag]
+    found.headgate_run.restype = flag
     found.headgate_level.restype = ctypes.c_int
     return found
 
@@ -115,8 +117,8 @@ class Gates:
     ) -> None:  # fmt: skip
         self.tensors = tuple(tensor.contiguous() for tensor in (*trunk, head[0].t(), head[1]))
         self.sizes = sizes
-        self._hidden = trunk[0].shape[0]
-        self._numbers = (
+        self.hidden = trunk[0].shape[0]
+        self.numbers = (
             (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_uint8 * len(sizes))(*immortal), len(sizes),
             (ctypes.c_int64 * max(len(groups), 1))(*groups), len(groups),
         )  # fmt: skip
@@ -130,7 +132,7 @@ class Gates:
         masks = [x.new_empty(images, size, dtype=torch.bool) for size in self.sizes]
         failed = self._decide(
             x.data_ptr(), at(arriving), step(arriving), *(tensor.data_ptr() for tensor in self.tensors), images,
-            channels, x.numel() // max(images * channels, 1), self._hidden, *self._numbers, threshold,
+            channels, x.numel() // max(images * channels, 1), self.hidden, *self.numbers, threshold,
             self._rows(*(mask.data_ptr() for mask in masks)), torch.get_num_threads(),
         )  # fmt: skip
         if failed:

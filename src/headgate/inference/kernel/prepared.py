@@ -47,7 +47,7 @@ class Conv(nn.Module):
         self.layer = ""
         self.dense = False
         """Whether everything is computed and then masked, because that is quicker."""
-        self._shapes: dict[torch.Size, tuple[list[int], Any, int]] = {}
+        self._shapes: dict[torch.Size, tuple[list[int], Any]] = {}
         self._call: Any = native.compiled()
 
     def __deepcopy__(self, memo: Any) -> Conv:
@@ -74,28 +74,35 @@ class Conv(nn.Module):
             return self._by_operator(x, in_mask, out_mask, residual)
         if not x.is_contiguous():
             x = x.contiguous()
-        known = self._shapes.get(x.shape)
-        if known is None:
-            if len(self._shapes) >= MOST_SHAPES:
-                self._shapes.clear()
-            known = self._shapes[x.shape] = self._numbers(x)
-        shape, _, numbers = known
-        if residual is not None and list(residual.shape) != shape:
-            raise HeadgateError(f"`{self.layer}` gives {shape}, but is added to {list(residual.shape)}")
-        for mask in (in_mask, out_mask):
-            if mask is not None and mask.shape[0] not in (1, x.shape[0]):
-                raise HeadgateError(f"`{self.layer}`: {x.shape[0]} rows of images, but masks of {mask.shape[0]}")
+        shape, numbers = self.checked(x, in_mask, out_mask, residual)
         y = residual if self.in_place else x.new_empty(shape)
         assert y is not None
         failed = self._call.headgate_conv2d(
             x.data_ptr(), self.weight.data_ptr(), native.at(self.bias), native.at(residual), y.data_ptr(),
             native.at(in_mask), native.step(in_mask),
             native.at(out_mask), native.step(out_mask),
-            numbers, self.relu, self.rectified, torch.get_num_threads(), -1,
+            ctypes.addressof(numbers), self.relu, self.rectified, torch.get_num_threads(), -1,
         )  # fmt: skip
         return y if native.done(failed) else self.densely(x, in_mask, out_mask, residual)
 
-    def _numbers(self, x: Tensor) -> tuple[list[int], Any, int]:
+    def checked(
+        self, x: Tensor, in_mask: Tensor | None, out_mask: Tensor | None, residual: Tensor | None
+    ) -> tuple[list[int], Any]:
+        """The shape of what it gives, and the kernel's numbers for it. Raises where what it is given does not fit."""
+        known = self._shapes.get(x.shape)
+        if known is None:
+            if len(self._shapes) >= MOST_SHAPES:
+                self._shapes.clear()
+            known = self._shapes[x.shape] = self._numbers(x)
+        shape = known[0]
+        if residual is not None and list(residual.shape) != shape:
+            raise HeadgateError(f"`{self.layer}` gives {shape}, but is added to {list(residual.shape)}")
+        for mask in (in_mask, out_mask):
+            if mask is not None and mask.shape[0] not in (1, x.shape[0]):
+                raise HeadgateError(f"`{self.layer}`: {x.shape[0]} rows of images, but masks of {mask.shape[0]}")
+        return known
+
+    def _numbers(self, x: Tensor) -> tuple[list[int], Any]:
         stride, padding, dilation = self.geometry
         if x.dim() != 4 or x.shape[1] != self.weight.shape[1]:
             raise HeadgateError(f"`{self.layer}` takes images of {self.weight.shape[1]} channels, got {tuple(x.shape)}")
@@ -103,7 +110,7 @@ class Conv(nn.Module):
         if min(shape[2:]) < 1:
             raise HeadgateError(f"`{self.layer}`: {tuple(x.shape[2:])} places are fewer than its kernel takes")
         kept = (ctypes.c_int64 * 15)(*x.shape, *shape[1:], *self.weight.shape[2:], *stride, *padding, *dilation)
-        return shape, kept, ctypes.addressof(kept)
+        return shape, kept
 
     def _by_operator(
         self, x: Tensor, in_mask: Tensor | None, out_mask: Tensor | None, residual: Tensor | None

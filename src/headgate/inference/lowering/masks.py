@@ -71,10 +71,7 @@ class GateSite(nn.Module):
         """
         images = self._by_channel and x.dim() > 2 and x.dtype == torch.float32 and x.numel() > 0 and x.is_cpu
         if images and not self.plain and not op.is_recorded(x) and native.compiled() is not None:
-            op.check_channels(x, self.trunk_weight)  # type: ignore[arg-type]
-            if self._made is None:
-                self._made = native.Gates(*self._tensors(), self.sizes, self.immortal, self.groups)
-            return self._made(x.contiguous(), arriving, self.threshold)
+            return self.prepared(x)(x.contiguous(), arriving, self.threshold)
         trunk, head = self._tensors()
         numbers = self.threshold, self.sizes, self.immortal, self.groups
         if self.plain:
@@ -82,6 +79,18 @@ class GateSite(nn.Module):
         x = x if self._by_channel else pooled(x, self.site, x.shape[0])
         masks: list[Tensor] = torch.ops.headgate.gate_masks(x, arriving, *trunk, *head, *numbers)
         return masks
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether the kernel can read what arrives here, if it is images in float32."""
+        return self._by_channel and not self.plain
+
+    def prepared(self, x: Tensor) -> native.Gates:
+        """The kernel's call for tensors like `x`, with all that does not change."""
+        op.check_channels(x, self.trunk_weight)  # type: ignore[arg-type]
+        if self._made is None:
+            self._made = native.Gates(*self._tensors(), self.sizes, self.immortal, self.groups)
+        return self._made
 
     def _tensors(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         made: Any = (self.trunk_weight, self.trunk_bias), (self.head_weight, self.head_bias)

@@ -1,0 +1,188 @@
+"""Layers that run in one call of the kernel give what they give one by one, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import headgate
+from headgate.inference.compact import CompactModel
+from headgate.inference.kernel import native, tape
+from headgate.inference.kernel.prepared import Conv
+from headgate.inference.kernel.tape import ConvStep, Steps
+from headgate.models import cifar_resnet20
+from tests.gates.test_dynamic import two_blocks
+from tests.inference.test_compact import opinionated
+from tests.networks import NETWORKS, example
+from tests.oracle import randn
+
+pytestmark = pytest.mark.skipif(native.compiled() is None, reason="there is no compiled kernel without a compiler")
+SIZE = randn(1, 3, 8, 8)
+
+
+def steps_of(fast: CompactModel) -> list[Steps]:
+    return [module for module in fast._quick.modules() if isinstance(module, Steps)]
+
+
+def watched(steps: Steps) -> list[bool]:
+    """Whether each call from now on was carried out one by one."""
+    calls: list[bool] = []
+    forward, one_by_one = steps.forward, steps.one_by_one
+
+    def noted(*given: Tensor) -> list[Tensor]:
+        calls.append(False)
+        return forward(*given)
+
+    def noted_too(*given: Tensor) -> list[Tensor]:
+        calls[-1] = True
+        return one_by_one(*given)
+
+    steps.forward, steps.one_by_one = noted, noted_too  # type: ignore[method-assign]
+    return calls
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": "shared"}, {"granularity": "layer"}])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "residual identity", "residual projection", "residual zero padding", "residual pre-activation", "two branches added",
+        "dense block", "chunk", "channels last", "in place",
+    ],
+)  # fmt: skip
+def test_joined_layers_are_the_layers(name: str, options: dict[str, Any]) -> None:
+    case = NETWORKS[name]
+    try:
+        fast = opinionated(case.make, example(case)[0], **options).compact()
+    except headgate.HeadgateError as error:
+        assert options and "gate" in str(error), "without a branch to close there is no such gate"
+        return
+    for images in (1, 3):
+        x = randn(images, *case.inputs[0], seed=images)
+        both = [tree_leaves(program(x.clone())) for program in (fast._layers, fast._quick)]
+        assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+
+
+def test_a_network_is_a_few_calls() -> None:
+    fast = opinionated(cifar_resnet20, randn(1, 3, 32, 32)).compact()
+    left = [module for module in fast._quick.modules() if isinstance(module, Conv)]
+    joined = [step for steps in steps_of(fast) for step in steps.steps if isinstance(step, ConvStep)]
+    convs = [module for module in fast._layers.modules() if isinstance(module, Conv)]
+    assert len(steps_of(fast)) <= 3 and not left and len(joined) == len(convs) >= 17
+
+
+def test_layers_that_are_computed_densely_part_the_others() -> None:
+    fast = opinionated(cifar_resnet20, randn(1, 3, 32, 32)).compact()
+    x = randn(2, 3, 32, 32)
+    before = fast(x)
+    convs = [module for module in fast._layers.modules() if isinstance(module, Conv)]
+    fast._compute_densely_({convs[4], convs[5]})
+    joined = [step.layer for steps in steps_of(fast) for step in steps.steps if isinstance(step, ConvStep)]
+    assert set(convs) - set(joined) >= {convs[4], convs[5]} and len(joined) >= len(convs) - 4
+    torch.testing.assert_close(fast(x), before, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_returned_stays_as_it_is() -> None:
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = two_blocks()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            found = self.net(x)
+            return found, found * 2
+
+    fast = opinionated(Features, SIZE).compact()
+    first, second = randn(2, 3, 8, 8, seed=1), randn(2, 3, 8, 8, seed=2)
+    kept = fast(first)
+    copies = [each.clone() for each in kept]
+    fast(second)
+    assert all(torch.equal(*pair) for pair in zip(kept, copies, strict=True))
+    assert torch.equal(first, randn(2, 3, 8, 8, seed=1)), "nor is what was given written to"
+
+
+def test_memory_is_used_again() -> None:
+    fast = opinionated(cifar_resnet20, randn(1, 3, 32, 32)).compact()
+    fast(randn(1, 3, 32, 32))
+    ((written,),) = steps_of(fast)[0]._tapes.values()
+    assert written is not None
+    activation = 16 * 32 * 32 * 4
+    assert activation <= written.inside_bytes < 2 * activation, "three blocks with an inner activation each"
+
+
+def test_threshold_and_shape_have_tapes_of_their_own() -> None:
+    gated = opinionated(two_blocks, SIZE)
+    fast = gated.strategy("threshold", tau=0.5).compact(fold=False)
+    for tau in (0.5, 0.3, 0.9, 0.5):
+        fast.tau = tau
+        gated.strategy("threshold", tau=tau)
+        for images in (1, 4):
+            x = randn(images, 3, 8, 8, seed=images)
+            torch.testing.assert_close(fast(x), gated(x), rtol=1e-4, atol=1e-4)
+    assert len(steps_of(fast)[0]._tapes) == 6
+
+
+@pytest.mark.parametrize("why", ["not contiguous", "no image", "too large", "no tape left"])
+def test_where_no_tape_can_be_used_layers_are_called_one_by_one(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = opinionated(two_blocks, SIZE).compact()
+    steps = steps_of(fast)[0]
+    x = randn(0 if why == "no image" else 2, 8, 8, 8)
+    expected = steps.one_by_one(*_given(steps, x))
+    if why == "too large":
+        monkeypatch.setattr(tape, "MOST_BYTES", 0)
+    elif why == "no tape left":
+        monkeypatch.setattr(tape, "MOST_TAPES", 0)
+    given = _given(steps, x)
+    if why == "not contiguous":
+        given = [each.transpose(2, 3).contiguous().transpose(2, 3) if each.dim() == 4 else each for each in given]
+    calls = watched(steps)
+    for one, other in zip(steps(*given), expected, strict=True):
+        assert torch.equal(one, other)
+    assert calls == [why != "no tape left"]
+
+
+def _given(steps: Steps, x: Tensor) -> list[Tensor]:
+    """Images for what layers read or add to, open masks for the rest."""
+    masks = {step.in_mask for step in steps.steps if isinstance(step, ConvStep)}
+    masks |= {step.out_mask for step in steps.steps if isinstance(step, ConvStep)}
+    return [torch.ones(1, 8, dtype=torch.bool) if number in masks else x.clone() for number in range(steps.given)]
+
+
+def test_tensors_that_were_moved_are_read_where_they_are_now() -> None:
+    fast = opinionated(two_blocks, SIZE).compact()
+    x = randn(2, 3, 8, 8)
+    before = fast(x)
+    ((written,),) = steps_of(fast)[0]._tapes.values()
+    assert written is not None and written.is_right
+    fast.share_memory()
+    assert not written.is_right
+    assert torch.equal(fast(x), before)
+
+
+def test_a_copy_writes_tapes_of_its_own() -> None:
+    fast = opinionated(two_blocks, SIZE).compact()
+    x = randn(2, 3, 8, 8)
+    before = fast(x)
+    twin = copy.deepcopy(fast)
+    assert not steps_of(twin)[0]._tapes and {*_layers(twin)}.isdisjoint(_layers(fast))
+    assert {*_layers(twin)} <= set(twin._layers.modules())
+    del fast
+    assert torch.equal(twin(x), before)
+
+
+def _layers(fast: CompactModel) -> list[object]:
+    return [step.layer for steps in steps_of(fast) for step in steps.steps]
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    fast = opinionated(cifar_resnet20, randn(1, 3, 32, 32)).compact()
+    images = [randn(1 + seed % 3, 3, 32, 32, seed=seed) for seed in range(24)]
+    alone = [fast(x) for x in images]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(fast, images))
+    assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
