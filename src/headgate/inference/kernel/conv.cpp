@@ -31,6 +31,7 @@ struct Shape {
 struct Tile {
   const float* x;            // pixels of the tile, entry 0
   const int32_t* x_places;   // of each entry of the list; null: they are packed, entry after entry
+  const int64_t* x_steps;    // from there to each vector of the tile; null: they lie side by side
   const int32_t* w_places;
   int64_t entries;
   const float* const* w_rows;         // R rows of weights
@@ -42,6 +43,9 @@ struct Tile {
   bool last;                          // all summed up: residual, activation, output
   bool relu;
 };
+
+// Where the vectors of a tile lie: packed entry after entry, side by side in a copy, or in rows of it.
+enum Pixels { PACKED, IN_A_RUN, IN_ROWS };
 
 // Pixels to be copied side by side, channel after channel.
 struct Pack {
@@ -61,17 +65,20 @@ constexpr int64_t MOST_RUNS = 16;        // whose sums are kept at once
 #define HEADGATE_KERNEL_NAMESPACE portable
 #define HEADGATE_TARGET
 #define HEADGATE_LANES 4
+#define HEADGATE_ROWS 4, 4, 4, 3
 #include "tiles.inc"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HEADGATE_KERNEL_NAMESPACE avx2
 #define HEADGATE_TARGET __attribute__((target("avx2,fma")))
 #define HEADGATE_LANES 8
+#define HEADGATE_ROWS 8, 6, 4, 3
 #include "tiles.inc"
 
 #define HEADGATE_KERNEL_NAMESPACE avx512
 #define HEADGATE_TARGET __attribute__((target("avx512f,avx512vl,avx512dq,avx512bw")))
 #define HEADGATE_LANES 16
+#define HEADGATE_ROWS 8, 8, 8, 6
 #include "tiles.inc"
 #endif
 
@@ -107,9 +114,11 @@ void run_pack(Level level, int64_t vectors, const Pack& pack) {
 
 // Rows of a tile: as many as registers hold beside V vectors of pixels.
 int64_t rows_of(Level level, int64_t vectors) {
-  if (level == AVX512) return vectors == 4 ? 6 : vectors == 3 ? 8 : vectors == 2 ? 8 : 8;
-  if (level == AVX2) return vectors == 4 ? 3 : vectors == 3 ? 4 : vectors == 2 ? 6 : 8;
-  return vectors == 4 ? 3 : vectors == 3 ? 4 : 4;
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (level == AVX512) return avx512::ROWS[vectors - 1];
+  if (level == AVX2) return avx2::ROWS[vectors - 1];
+#endif
+  return portable::ROWS[vectors - 1];
 }
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
@@ -212,6 +221,7 @@ struct Job {
   Level level;
   int64_t lanes, in_plane, out_plane, taps, vectors, runs, entries_a_part;
   bool flat;    // output pixels are computed in their order, without gaps
+  bool in_rows; // because a row of the output is a whole number of vectors
   bool packed;  // 1x1: nothing is copied but the pixels of a run
   bool relu;
   Copy copy;
@@ -312,7 +322,8 @@ struct Job {
     const int64_t entries = image.w_places.size(), runs_here = last_run - first_run;
     const int64_t parts = std::max<int64_t>(1, (entries + entries_a_part - 1) / entries_a_part);
     const int64_t v = std::min(TILE_VECTORS, vectors - first_run * TILE_VECTORS), width = v * lanes;
-    const int64_t most_rows = rows_of(level, v);
+    const int64_t most_rows = rows_of(level, v), open = last_out - first_out;
+    const int64_t tiles = (open + most_rows - 1) / most_rows;  // as many rows in each, as far as possible
     const int64_t a_pack = entries_a_part * width, a_row = runs_here * width;
     float* pack_room = packed ? own_pack.at_least(runs_here * a_pack) : nullptr;
     float* room = own_sums.at_least((last_out - first_out) * a_row);
@@ -321,6 +332,12 @@ struct Job {
     const float* w_rows[MOST_ROWS];
     const float* adds[MOST_ROWS];
     float biases[MOST_ROWS];
+    int64_t starts[MOST_RUNS], steps[MOST_RUNS][TILE_VECTORS];  // of the pixels that a run reads
+    for (int64_t i = 0; i < runs_here; ++i) {
+      const int64_t vector = (first_run + i) * TILE_VECTORS;
+      starts[i] = start_of(vector);
+      for (int64_t j = 0; j < v; ++j) steps[i][j] = start_of(vector + j) - starts[i];
+    }
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t first = entries * part / parts, last = entries * (part + 1) / parts;
       if (packed)
@@ -328,8 +345,8 @@ struct Job {
           pack(image_x, image.inputs.data() + first, last - first, (first_run + i) * TILE_VECTORS * lanes, width,
                pack_room + i * a_pack);
       const int32_t* places = packed ? nullptr : image.x_places.data() + first;
-      for (int64_t k = first_out; k < last_out; k += most_rows) {
-        const int64_t rows = std::min(most_rows, last_out - k);
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t k = first_out + open * tile / tiles, rows = first_out + open * (tile + 1) / tiles - k;
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t channel = image.outputs[k + r];
           w_rows[r] = w + channel * s.in_channels * taps;
@@ -345,8 +362,8 @@ struct Job {
             adds[r] = residual ? residual + start : nullptr;
           }
           run_tile(level, v, rows,
-                   Tile{packed ? pack_room + i * a_pack : copies + pixel, places, image.w_places.data() + first,
-                        last - first, w_rows, sums, biases, outs, adds, part == 0,
+                   Tile{packed ? pack_room + i * a_pack : copies + starts[i], places, in_rows ? steps[i] : nullptr,
+                        image.w_places.data() + first, last - first, w_rows, sums, biases, outs, adds, part == 0,
                         part + 1 == parts && straight(pixel, width), relu});
         }
       }
@@ -358,6 +375,12 @@ struct Job {
         scatter(room + (k - first_out) * a_row + i * width, (b * s.out_channels + image.outputs[k]) * out_plane, pixel,
                 std::min(pixel + width, copy.run));
     }
+  }
+
+  // Where the first tap of a vector of output pixels finds its input in the copy of a channel.
+  int64_t start_of(int64_t vector) const {
+    const int64_t pixel = vector * lanes;
+    return in_rows ? pixel / s.out_width * copy.columns + pixel % s.out_width : pixel;
   }
 
   // Whether a run's sums are the output's pixels as they lie.
@@ -428,7 +451,9 @@ int headgate_conv2d(const float* x, const float* w, const float* bias, const flo
   job.in_plane = s.height * s.width;
   job.out_plane = s.out_height * s.out_width;
   job.taps = s.kernel_h * s.kernel_w;
-  job.packed = job.flat = job.taps == 1 && s.pad_h == 0 && s.pad_w == 0;
+  job.packed = job.taps == 1 && s.pad_h == 0 && s.pad_w == 0;
+  job.in_rows = !job.packed && s.out_width % job.lanes == 0;
+  job.flat = job.packed || job.in_rows;
   job.copy = copy_of(s, job.lanes, job.flat);
   if (s.in_channels * std::max(job.packed ? 0 : job.copy.plane, job.taps) > INT32_MAX) return 1;
   job.vectors = round_up(job.copy.run, job.lanes) / job.lanes;
