@@ -64,8 +64,10 @@ def test_joined_layers_are_the_layers(name: str, options: dict[str, Any]) -> Non
         return
     for images in (1, 3):
         x = randn(images, *case.inputs[0], seed=images)
-        both = [tree_leaves(program(x.clone())) for program in (fast._layers, fast._quick)]
-        assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+        for apart in (False, True):
+            fast._arrange_(set(), apart)
+            both = [tree_leaves(program(x.clone())) for program in (fast._layers, fast._quick)]
+            assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
 
 
 def test_a_network_is_a_few_calls() -> None:
@@ -81,7 +83,7 @@ def test_layers_that_are_computed_densely_part_the_others() -> None:
     x = randn(2, 3, 32, 32)
     before = fast(x)
     convs = [module for module in fast._layers.modules() if isinstance(module, Conv)]
-    fast._compute_densely_({convs[4], convs[5]})
+    fast._arrange_({convs[4], convs[5]})
     joined = [step.layer for steps in steps_of(fast) for step in steps.steps if isinstance(step, ConvStep)]
     assert set(convs) - set(joined) >= {convs[4], convs[5]} and len(joined) >= len(convs) - 4
     torch.testing.assert_close(fast(x), before, rtol=1e-4, atol=1e-4)
@@ -124,7 +126,33 @@ def test_threshold_and_shape_have_tapes_of_their_own() -> None:
         for images in (1, 4):
             x = randn(images, 3, 8, 8, seed=images)
             torch.testing.assert_close(fast(x), gated(x), rtol=1e-4, atol=1e-4)
-    assert len(steps_of(fast)[0]._tapes) == 6
+    assert len(steps_of(fast)[0]._tapes) == 3, "images apart are all of one shape"
+    fast._arrange_(set(), apart=False)
+    fast(randn(1, 3, 8, 8)), fast(randn(4, 3, 8, 8))
+    assert len(steps_of(fast)[0]._tapes) == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_images_that_go_through_apart(threads: int) -> None:
+    fast = opinionated(cifar_resnet20, randn(1, 3, 32, 32)).compact()
+    x = randn(7, 3, 32, 32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        answers = []
+        for apart in (False, True):
+            fast._arrange_(set(), apart)
+            answers.append(fast(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*answers)
+
+
+def test_where_weights_are_few_images_go_through_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = opinionated(two_blocks, SIZE)
+    assert all(steps.apart for steps in steps_of(gated.compact()))
+    monkeypatch.setattr(tape, "FEW_BYTES", 0)
+    assert not any(steps.apart for steps in steps_of(gated.compact()))
 
 
 @pytest.mark.parametrize("why", ["not contiguous", "no image", "too large", "no tape left"])

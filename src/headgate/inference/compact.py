@@ -34,6 +34,7 @@ from headgate.graph.sites import folded_readers
 from headgate.inference.kernel import native, plain
 from headgate.inference.kernel.op import is_recorded
 from headgate.inference.kernel.prepared import Conv
+from headgate.inference.kernel.tape import Steps
 from headgate.inference.lowering.fate import ALWAYS, DEPENDS, gates_over_all_images, left_after_folding
 from headgate.inference.lowering.join import joined
 from headgate.inference.lowering.masks import GateSite
@@ -47,7 +48,7 @@ DENSE_GAIN = 0.9
 PARTS = (4, 1)
 """Images at once that are tried for larger batches."""
 PARTS_GAIN = 0.97
-"""A batch is computed in parts where that takes less than this share of the time at once."""
+"""A batch is computed in another way where that takes less than this share of the time of the best one so far."""
 MOST_SIZES = 1024
 """Of images that a compact network remembers whether it is right for."""
 RECORDING = threading.RLock()
@@ -133,7 +134,7 @@ class CompactModel(nn.Module):
         """The program with every layer a module of its own."""
         self._quick = self._layers
         """What runs: the same, layers that follow each other joined."""
-        self._join_()
+        self._arrange_(set())
         self.eval()
 
     @property
@@ -181,14 +182,9 @@ class CompactModel(nn.Module):
         twin.recompile()
         return twin
 
-    def _join_(self) -> None:
-        """Find anew which layers run in one call of the kernel."""
-        if native.compiled() is not None:
-            with without_torchs_own_warnings():
-                self._quick = joined(self._layers)
-
     def choose_(self, images: Tensor) -> None:
-        """Time these images at once and in parts, and every layer both ways for as many, and take what is quickest."""
+        """Time these images together, apart and in parts, and every layer both ways for as many, and take what is
+        quickest."""
         self._sizes.check(images)
         reasons = {name: reason for name, reason in self.report.dense.items() if reason != QUICKER}
         convs = [module for module in self._layers.modules() if isinstance(module, Conv)]
@@ -197,22 +193,31 @@ class CompactModel(nn.Module):
             best = float("inf")
             for size in (len(images), *parts):
                 dense = _quicker_densely(convs, partial(self._layers, images[:size]))
-                self._compute_densely_(dense)
-                seconds = _seconds(partial(self._in_parts, images, size), ())
-                if seconds < best * (PARTS_GAIN if size < len(images) else 1.0):
-                    best, chosen, self.at_once = seconds, dense, None if size == len(images) else size
-        self._compute_densely_(chosen)
+                together = [(dense, False)]
+                for way in [*together, (dense, True), (set(), True)] if 1 < size == len(images) else together:
+                    self._arrange_(*way)
+                    seconds = _seconds(partial(self._in_parts, images, size), ())
+                    if seconds < best * (1.0 if best == float("inf") else PARTS_GAIN):
+                        best, chosen, self.at_once = seconds, way, None if size == len(images) else size
+        self._arrange_(*(chosen if len(images) > 1 else chosen[:1]))
         by_kernel = {conv.layer for conv in convs}
         reasons |= {layer: NO_KERNEL for layer in self.report.fast if layer not in by_kernel}
         reasons |= {conv.layer: QUICKER for conv in convs if conv.dense}
         self.report = Report(tuple(conv.layer for conv in convs if not conv.dense), reasons)
 
-    def _compute_densely_(self, dense: set[Conv]) -> None:
-        """These layers and no others."""
+    def _arrange_(self, dense: set[Conv], apart: bool | None = None) -> None:
+        """Compute these layers densely, and join the others; the images of a batch go through those together or apart,
+        or as their weights suggest."""
         for conv in self._layers.modules():
             if isinstance(conv, Conv):
                 conv.dense = conv in dense
-        self._join_()
+        if native.compiled() is None:
+            return
+        with without_torchs_own_warnings():
+            self._quick = joined(self._layers)
+        for steps in self._quick.modules():
+            if isinstance(steps, Steps) and apart is not None:
+                steps.apart = apart
 
     def _in_parts(self, images: Tensor, size: int) -> Any:
         """What it returns, computed for so many images at a time."""

@@ -225,6 +225,7 @@ struct Job {
   bool packed;  // 1x1: nothing is copied but the pixels of a run
   bool relu;
   Copy copy;
+  std::vector<int32_t> tap_places;
   const float *x, *w, *bias, *residual;
   float* y;
   const uint8_t *in_mask, *out_mask;
@@ -237,17 +238,26 @@ struct Job {
     const size_t entries = image.outputs.empty() ? 0 : image.inputs.size() * taps;
     image.x_places.resize(packed ? 0 : entries);
     image.w_places.resize(entries);
-    size_t e = 0;
-    for (size_t i = 0; e < entries; ++i)
-      for (int64_t kh = 0; kh < s.kernel_h; ++kh)
-        for (int64_t kw = 0; kw < s.kernel_w; ++kw, ++e) {
-          const int64_t dh = kh * s.dilation_h, dw = kw * s.dilation_w;
-          const int64_t ph = copy.phases_h == 1 ? 0 : dh % s.stride_h, pw = copy.phases_w == 1 ? 0 : dw % s.stride_w;
-          if (!packed)
-            image.x_places[e] = static_cast<int32_t>(i * copy.plane + (ph * copy.phases_w + pw) * copy.phase +
-                                                     (dh / s.stride_h) * copy.columns + dw / s.stride_w);
-          image.w_places[e] = static_cast<int32_t>(image.inputs[i] * taps + kh * s.kernel_w + kw);
-        }
+    for (size_t i = 0, e = 0; e < entries; ++i, e += taps) {
+      const int32_t weight = static_cast<int32_t>(image.inputs[i] * taps);
+      for (int64_t tap = 0; tap < taps; ++tap) image.w_places[e + tap] = weight + static_cast<int32_t>(tap);
+      if (packed) continue;
+      const int32_t pixels = static_cast<int32_t>(i * copy.plane);
+      for (int64_t tap = 0; tap < taps; ++tap) image.x_places[e + tap] = pixels + tap_places[tap];
+    }
+  }
+
+  // Where each tap finds its pixels in the copy of a channel.
+  void place_taps() {
+    if (packed) return;
+    tap_places.reserve(taps);
+    for (int64_t kh = 0; kh < s.kernel_h; ++kh)
+      for (int64_t kw = 0; kw < s.kernel_w; ++kw) {
+        const int64_t dh = kh * s.dilation_h, dw = kw * s.dilation_w;
+        const int64_t ph = copy.phases_h == 1 ? 0 : dh % s.stride_h, pw = copy.phases_w == 1 ? 0 : dw % s.stride_w;
+        tap_places.push_back(static_cast<int32_t>((ph * copy.phases_w + pw) * copy.phase +
+                                                  (dh / s.stride_h) * copy.columns + dw / s.stride_w));
+      }
   }
 
   size_t copied(const Image& image) const {
@@ -465,6 +475,12 @@ int headgate_conv2d(const float* x, const float* w, const float* bias, const flo
   job.in_mask = in_mask, job.out_mask = out_mask;
   job.in_mask_stride = in_mask_stride, job.out_mask_stride = out_mask_stride;
   job.closed_is_done = residual == y && residual != nullptr && (!job.relu || rectified);
+
+  try {
+    job.place_taps();
+  } catch (...) {
+    return -1;
+  }
 
   // an exception must not leave the piece of a parallel loop that it came up in
   std::atomic<bool> failed{false};

@@ -58,7 +58,7 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     found.headgate_read_planes.restype = ctypes.c_int
     found.headgate_max_pool.argtypes = [pointer, pointer, pointer, flag]
     found.headgate_max_pool.restype = flag
-    found.headgate_run.argtypes = [pointer, number, pointer, flag]
+    found.headgate_run.argtypes = [pointer, number, pointer, number, pointer, number, flag]
     found.headgate_run.restype = flag
     found.headgate_level.restype = ctypes.c_int
     return found

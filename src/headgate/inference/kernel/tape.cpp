@@ -3,11 +3,17 @@
 //
 // A tape is a row of 64-bit words. Each step begins with its kind; what it takes follows in the order of the function
 // that carries it out. A place in memory is two words: the number of a slot and an offset in bytes from what the slot
-// holds, or -1 and an address. Knows nothing of shapes: whoever wrote the tape has checked them.
+// holds, or -1 and an address. A tape that was written for one image serves many, each thread one at a time: what a
+// small network computes of an image stays in the thread's own cache from its first layer to its last. Knows nothing of
+// shapes: whoever wrote the tape has checked them.
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 extern "C" {
 
@@ -78,12 +84,15 @@ int run_gates(Reader& tape, std::vector<uint8_t*>& masks, int threads) {
                              masks.size(), groups, groups_length, threshold, masks.data(), threads);
 }
 
-}  // namespace
+int thread_number() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
 
-extern "C" {
-
-// Returns 0, or what the first step that failed returned: those before it are done then.
-int headgate_run(const int64_t* tape, int64_t words, char* const* slots, int threads) {
+int run(const int64_t* tape, int64_t words, char* const* slots, int threads) {
   try {
     std::vector<uint8_t*> masks;
     Reader reader{tape, slots};
@@ -96,6 +105,35 @@ int headgate_run(const int64_t* tape, int64_t words, char* const* slots, int thr
     return -1;
   }
   return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Runs a tape once, or, if there are strides, for so many images: a slot's place moves on by its stride in bytes from
+// image to image, that of the last slot from thread to thread. Returns 0, or what the first step that failed returned.
+int headgate_run(const int64_t* tape, int64_t words, char* const* slots, int64_t count, const int64_t* strides,
+                 int64_t images, int threads) {
+  if (strides == nullptr) return run(tape, words, slots, threads);
+  std::atomic<int> failed{0};
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<char*> own;
+    try {
+      own.resize(count);
+    } catch (...) {
+      failed = -1;
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t image = 0; image < images; ++image) {
+      if (failed) continue;
+      for (int64_t slot = 0; slot < count; ++slot)
+        own[slot] = slots[slot] + strides[slot] * (slot + 1 < count ? image : thread_number());
+      if (const int code = run(tape, words, own.data(), 1)) failed = code;
+    }
+  }
+  return failed;
 }
 
 }  // extern "C"

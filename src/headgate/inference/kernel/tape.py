@@ -3,8 +3,9 @@
 Being called from Python costs a small layer more than its arithmetic. `Steps` holds gate networks and convolutions in
 their order, and which value each of them takes and gives. For the shapes of what it is given it writes a tape once,
 every place in memory as a slot and an offset, so that a call only has to fill in the slots. What stays inside lies in
-one piece of memory, used again as soon as nobody needs it any more. `one_by_one` is the plain twin, and what happens
-where a tape can't be used. Knows layers and shapes; nothing of graphs.
+one piece of memory, used again as soon as nobody needs it any more. A batch goes through layer by layer, or, `apart`,
+image by image, each thread one at a time. `one_by_one` is the plain twin, and what happens where a tape can't be used.
+Knows layers and shapes; nothing of graphs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from headgate.inference.kernel.prepared import Conv
 
 MOST_BYTES = 1 << 24
 """Of what stays inside, and of any value. Larger layers have time to be called, and take their memory one by one."""
+FEW_BYTES = 1 << 22
+"""Of weights that stay in the cache from image to image."""
 MOST_TAPES = 64
 ALIGNMENT = 64
 READ = (torch.float32, torch.bool)
@@ -123,20 +126,37 @@ class Steps(nn.Module):
         self._sites = tuple(step.layer for step in steps if isinstance(step, GatesStep))
         self._images = tuple({step.x for step in steps if step.x < given})
         """Those of the values that are given which layers read."""
+        self.apart = self.weights_bytes <= FEW_BYTES
+        """Whether the images of a batch go through one by one: their activations stay near then, weights are read for
+        each of them."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of all convolutions."""
+        return sum(4 * step.layer.weight.numel() for step in self.steps if isinstance(step, ConvStep))
 
     def forward(self, *given: Tensor) -> list[Tensor]:
         """The values that are asked for, one after the other."""
-        tape = self._tape(given)
+        images, threads = max((len(x) for x in given), default=1), torch.get_num_threads()
+        apart = self.apart and images >= max(threads, 2)
+        tape = self._tape([x[:1] for x in given] if apart else given)
         if tape is None:
             return self.one_by_one(*given)
-        inside = torch.empty(tape.inside_bytes, dtype=torch.uint8)
-        made = [given[each] if isinstance(each, int) else torch.empty(each[0], dtype=each[1]) for each in tape.outputs]
-        slots = (ctypes.c_void_p * (len(given) + len(made) + 1))(
-            *map(Tensor.data_ptr, given), *map(Tensor.data_ptr, made), inside.data_ptr()
-        )
+        inside = torch.empty(tape.inside_bytes * (threads if apart else 1), dtype=torch.uint8)
+        made = [
+            given[each] if isinstance(each, int)
+            else torch.empty((images if apart else each[0][0], *each[0][1:]), dtype=each[1])
+            for each in tape.outputs
+        ]  # fmt: skip
+        count = len(given) + len(made) + 1
+        slots = (ctypes.c_void_p * count)(*map(Tensor.data_ptr, (*given, *made, inside)))
+        strides = None
+        if apart:
+            of_images = (0 if len(x) < images else x[0].numel() * x.element_size() for x in (*given, *made))
+            strides = (ctypes.c_int64 * count)(*of_images, tape.inside_bytes)
         found = native.compiled()
         assert found is not None
-        if found.headgate_run(tape.words, len(tape.words), slots, torch.get_num_threads()):
+        if found.headgate_run(tape.words, len(tape.words), slots, count, strides, images, threads):
             raise MemoryError("the scratch memory of some layers could not be allocated")
         return made
 
