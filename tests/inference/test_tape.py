@@ -19,7 +19,7 @@ from headgate.inference.kernel.tape import ConvStep, Steps
 from headgate.models import cifar_resnet20
 from tests.gates.test_dynamic import two_blocks
 from tests.inference.test_compact import opinionated
-from tests.networks import NETWORKS, example
+from tests.networks import NETWORKS, conv, example
 from tests.oracle import randn
 
 pytestmark = pytest.mark.skipif(native.compiled() is None, reason="there is no compiled kernel without a compiler")
@@ -153,6 +153,77 @@ def test_where_weights_are_few_images_go_through_apart(monkeypatch: pytest.Monke
     assert all(steps.apart for steps in steps_of(gated.compact()))
     monkeypatch.setattr(tape, "FEW_BYTES", 0)
     assert not any(steps.apart for steps in steps_of(gated.compact()))
+
+
+class Sliced(nn.Module):
+    """A block that reads one half of the channels: memory with gaps between images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b, self.c = conv(3, 16), conv(8, 8), conv(8, 8), conv(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = torch.relu(self.stem(x)).chunk(2, 1)
+        return self.c(torch.cat([first, second + self.b(torch.relu(self.a(second)))], 1)).mean((2, 3))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_images_with_gaps_between_them(apart: bool) -> None:
+    gated = opinionated(Sliced, SIZE)
+    fast = gated.compact()
+    fast._arrange_(set(), apart)
+    for images in (2, 5):
+        x = randn(images, 3, 8, 8, seed=images)
+        torch.testing.assert_close(fast(x), gated(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_slices_of_larger_tensors_are_given(apart: bool) -> None:
+    fast = opinionated(two_blocks, SIZE).compact()
+    fast._arrange_(set(), apart)
+    steps = steps_of(fast)[0]
+    for slices in ((slice(None), slice(0, 8)), (slice(None, None, 2), slice(0, 8))):
+        whole = [
+            torch.cat([each, each], 1).repeat(2, 1, 1, 1)
+            for each in _given(steps, randn(4, 8, 8, 8))
+            if each.dim() == 4
+        ]
+        twins = [each.clone() for each in whole]
+        masks = [each for each in _given(steps, randn(4, 8, 8, 8)) if each.dim() != 4]
+        both = [[each[slices] for each in given] + masks for given in (whole, twins)]
+        results = [steps(*both[0]), steps.one_by_one(*both[1])]
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(whole, twins, strict=True)), "what lies between is not touched"
+
+
+def test_defaults_of_torch_change_nothing() -> None:
+    fast = opinionated(two_blocks, SIZE).compact()
+    x = randn(2, 3, 8, 8)
+    expected = fast(x)
+    steps_of(fast)[0]._tapes.clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert torch.equal(fast(x), expected) and fast(x).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_masks_of_other_images_are_told(apart: bool) -> None:
+    layer = Conv(torch.randn(4, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], False, False, False)
+    steps = Steps([ConvStep(layer, 0, 1, None, None, 2), ConvStep(layer, 2, None, None, None, 3)], 2, [3])
+    steps.apart = apart
+    with pytest.raises(headgate.HeadgateError, match="2 rows of images, but masks of 3"):
+        steps(randn(2, 4, 8, 8), torch.ones(3, 4, dtype=torch.bool))
+
+
+def test_padding_that_is_too_large_for_the_kernel_is_the_twins() -> None:
+    layer = Conv(torch.randn(2, 64, 3, 3), None, [1, 1], [3000, 3000], [3000, 3000], False, False, False)
+    steps = Steps([ConvStep(layer, 0, None, None, None, 1)], 1, [1])
+    x = randn(1, 64, 4, 4)
+    torch.testing.assert_close(steps(x)[0], torch.nn.functional.conv2d(x, layer.weight, None, 1, 3000, 3000))
 
 
 @pytest.mark.parametrize("why", ["not contiguous", "no image", "too large", "no tape left"])

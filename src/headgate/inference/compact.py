@@ -244,7 +244,8 @@ class CompactModel(nn.Module):
         return all(difference(*pair) <= TOLERANCE[torch.float32] for pair in zip(whole, alone, strict=True))
 
     def watched(self, images: Tensor) -> tuple[Any, Tensor]:
-        """What it returns, and which gates were open for which image; those of branches that died are all closed."""
+        """What it returns, and which gates were open for which image; those of branches that died are all closed. The
+        gates are those of a pass of their own, all images together and layer by layer."""
         gates_BG = torch.from_numpy(self._fate == ALWAYS).repeat(len(images), 1)
 
         def note(site: nn.Module, args: Any, masks: list[Tensor]) -> None:

@@ -24,7 +24,8 @@ from headgate.inference.kernel import native
 from headgate.inference.kernel.prepared import Conv
 
 MOST_BYTES = 1 << 24
-"""Of what stays inside, and of any value. Larger layers have time to be called, and take their memory one by one."""
+"""Of what stays inside, and of any value with its padding. Larger layers have time to be called, and take their memory
+one by one."""
 FEW_BYTES = 1 << 22
 """Of weights that stay in the cache from image to image."""
 MOST_TAPES = 64
@@ -98,7 +99,7 @@ class Tape:
     inside_bytes: int
     tensors: tuple[Tensor, ...]
     pointers: tuple[int, ...]
-    """Where the layers' tensors were: they may be moved."""
+    """Where the layers' tensors were: they may be moved to other memory (not replaced by others)."""
     gates: tuple[native.Gates, ...]
 
     @property
@@ -138,14 +139,15 @@ class Steps(nn.Module):
     def forward(self, *given: Tensor) -> list[Tensor]:
         """The values that are asked for, one after the other."""
         images, threads = max((len(x) for x in given), default=1), torch.get_num_threads()
-        apart = self.apart and images >= max(threads, 2)
-        tape = self._tape([x[:1] for x in given] if apart else given)
+        apart = self.apart and images >= max(threads, 2) and all(_is_of(x, images) for x in given)
+        fits = all(x.is_contiguous() and x.is_cpu and x.dtype in READ for x in given)
+        tape = self._tape([x[:1] for x in given] if apart else given) if fits else None
         if tape is None:
             return self.one_by_one(*given)
-        inside = torch.empty(tape.inside_bytes * (threads if apart else 1), dtype=torch.uint8)
+        inside = torch.empty(tape.inside_bytes * (threads if apart else 1), dtype=torch.uint8, device="cpu")
         made = [
             given[each] if isinstance(each, int)
-            else torch.empty((images if apart else each[0][0], *each[0][1:]), dtype=each[1])
+            else torch.empty((images if apart else each[0][0], *each[0][1:]), dtype=each[1], device="cpu")
             for each in tape.outputs
         ]  # fmt: skip
         count = len(given) + len(made) + 1
@@ -173,9 +175,7 @@ class Steps(nn.Module):
 
     def _tape(self, given: Sequence[Tensor]) -> Tape | None:
         """The tape for these values; None where layers are better, or only, called one by one."""
-        if not all(x.is_contiguous() and x.is_cpu and x.dtype in READ for x in given):
-            return None
-        key = (*(x.shape for x in given), *(site.threshold for site in self._sites[:1]))
+        key = (*(x.shape for x in given), *(site.threshold for site in self._sites))
         known = self._tapes.get(key)
         if known is None or (known[0] is not None and not known[0].is_right):
             if len(self._tapes) >= MOST_TAPES:
@@ -188,6 +188,11 @@ class Steps(nn.Module):
         return _Writer(self, given).tape() if images and native.compiled() is not None else None
 
 
+def _is_of(x: Tensor, images: int) -> bool:
+    """Whether it has a row for each of so many images, or is a mask that all of them share."""
+    return len(x) == images or (len(x) == 1 and x.dtype == torch.bool)
+
+
 class _Writer:
     """Writes a tape: follows shapes from step to step, and finds each value a place."""
 
@@ -198,7 +203,7 @@ class _Writer:
         self._places = {number: [number, 0] for number in range(steps.given)}
         self._places |= {each: [steps.given + steps.outputs.index(each), 0] for each in new}
         self._inside = steps.given + len(steps.outputs)
-        self._bytes = 0
+        self._bytes = self._padded_bytes = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._last_use = {
             value: number for number, step in enumerate(steps.steps) for value in (*step.takes, *step.gives)
@@ -214,7 +219,7 @@ class _Writer:
             else:
                 self._gate(step)
             self._leave(number, step)
-        if max(self._bytes, *(_bytes_of(value) for value in self._values.values())) > MOST_BYTES:
+        if max(self._bytes, self._padded_bytes, *(_bytes_of(value) for value in self._values.values())) > MOST_BYTES:
             return None
         outputs = tuple(
             each if each < self._steps.given else (list(self._values[each].shape), self._values[each].dtype)
@@ -228,8 +233,12 @@ class _Writer:
         x, in_mask, out_mask, residual = (None if each is None else self._values[each] for each in step.takes)
         assert x is not None
         shape, numbers = step.layer.checked(x, in_mask, out_mask, residual)
+        _, (pad_h, pad_w), _ = step.layer.geometry
+        self._padded_bytes = max(
+            self._padded_bytes, 4 * x.shape[1] * (x.shape[2] + 2 * pad_h) * (x.shape[3] + 2 * pad_w)
+        )
         if not step.layer.in_place:
-            self._make(step.y, torch.empty(shape, device="meta"))
+            self._make(step.y, torch.empty(shape, dtype=torch.float32, device="meta"))
         self._words += [
             CONV, *self._at(step.x), *self._address(step.layer.weight), *self._address(step.layer.bias),
             *self._at(step.residual), *self._at(step.y),

@@ -59,9 +59,9 @@ def _is_joinable(program: fx.GraphModule, node: fx.Node, run: list[fx.Node]) -> 
 def _complete(run: list[fx.Node]) -> list[fx.Node]:
     """The run up to the first gate network whose masks are picked behind it."""
     for place, node in enumerate(run):
-        picked_later = any(user not in run for user in node.users)
-        if picked_later and any(user.target is operator.getitem for user in node.users):
-            return run[:place]
+        picks = [user for user in node.users if user.target is operator.getitem]
+        if any(user not in run for user in picks):
+            return _complete(run[:place])  # what picks for those before it may be gone now, too
     return run
 
 
