@@ -101,9 +101,11 @@ class Tape:
     pointers: tuple[int, ...]
     """Where the layers' tensors were: they may be moved to other memory (not replaced by others)."""
     gates: tuple[native.Gates, ...]
+    """Hold the numbers that the words point to."""
 
     @property
     def is_right(self) -> bool:
+        """Whether all tensors are where they were."""
         return tuple(map(Tensor.data_ptr, self.tensors)) == self.pointers
 
 
