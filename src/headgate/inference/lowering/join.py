@@ -41,9 +41,9 @@ def _runs(program: fx.GraphModule) -> Iterator[list[fx.Node]]:
     for node in program.graph.nodes:
         if _is_joinable(program, node, run):
             run.append(node)
-            continue
-        yield _complete(run)
-        run = [node] if _is_joinable(program, node, []) else []
+        else:
+            yield _complete(run)
+            run = []
     yield _complete(run)
 
 
