@@ -6,7 +6,8 @@ ones, and whole blocks with the batch loss against AIG's, with what sampling, th
 an ensemble, and milliseconds. `--table run_cost`: the wall time of a whole run to half the MACs
 against dense training for as many epochs, side by side in two processes with as many cores each, so that what disturbs
 the one disturbs the other. Runs are `headgate.training` runs in folders of their own: a
-finished one is not run again, an interrupted one goes on. Knows nothing of other libraries.
+finished one is not run again, an interrupted one goes on; rows of an earlier record (`--kept`), which may be of another
+machine, stand beside them. Knows nothing of other libraries.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from common import HERE, names_in, parser, show
 from rich.console import Console
 
-from headgate.analysis.records import write_record
+from headgate.analysis.records import read_record, write_record
 from headgate.gated import GatedModel
 from headgate.graph.grouping import ChannelGraph
 from headgate.models.names import build
@@ -47,6 +48,8 @@ STREAM_NORMS = ("bn1", *(f"layer{stage}.{block}.bn2" for stage in (1, 2, 3) for 
 """Frozen, they keep the stream of ResNet-20 whole: only inner channels have gates."""
 TARGETS = ("0.3", "0.4", "0.5", "0.6", "0.7")
 Row = dict[str, Any]
+MAY_DIFFER = ("weights", "data_dir", "seed", "workers")
+"""Fields of a recipe in which rows of one table need not agree."""
 
 
 def variants(table: str, recipe: Recipe) -> dict[str, Recipe]:
@@ -103,13 +106,16 @@ def main() -> None:
             folder = Path(options.runs) / options.table / f"{name.replace(' ', '_').replace(',', '')}-s{seed}"
             rows.append(_row(name, replace(recipe, seed=seed), folder))
             Console(highlight=False).print(json.dumps(rows[-1]))
-    columns = [name for name in rows[0] if name != "strategies"]
+    if options.kept:
+        rows = _with_kept(rows, options.kept, base, list(chosen))
+    columns = [name for name in rows[0] if name not in ("strategies", "kept")]
     show(QUESTIONS[options.table], columns, [[row.get(column) for column in columns] for row in rows])
     results = {"rows": rows, "summary": _summary(rows), "recipe": base.to_json() | {"weights": None, "data_dir": None}}
     if options.table == "run_cost" and not options.only:
         results["static_over_dense"] = _ratio(rows)
     out = options.out or HERE / "records" / f"cifar10_{options.table}.json"
-    write_record(out, question=QUESTIONS[options.table], results=results, threads=options.threads, seeds=options.seeds)
+    seeds = sorted({row["seed"] for row in rows})
+    write_record(out, question=QUESTIONS[options.table], results=results, threads=options.threads, seeds=seeds)
 
 
 def _options() -> Namespace:
@@ -120,6 +126,7 @@ def _options() -> Namespace:
     made.add_argument("--weights", help="safetensors file to start from")
     made.add_argument("--data-dir", help="folder that holds cifar10")
     made.add_argument("--runs", default="runs/cifar10_variants", help="folder for the runs")
+    made.add_argument("--kept", type=Path, help="a record of the same recipe: its rows that are not run now are kept")
     made.add_argument("--only", action="append", default=[], help="a variant of the table; may be given several times")
     made.add_argument("--compile", action="store_true", help="torch.compile all phases")
     made.add_argument("--precision", choices=CHOICES["precision"], default="no", help="of all training steps")
@@ -142,6 +149,20 @@ def _epochs(options: Namespace) -> dict[str, int | None]:
     if options.quick:
         return {"gate_epochs": 1, "tune_epochs": 0}
     return {"gate_epochs": options.gate_epochs, "tune_epochs": options.tune_epochs}
+
+
+def _with_kept(rows: list[Row], path: Path, recipe: Recipe, order: list[str]) -> list[Row]:
+    """These rows and the others of an earlier record, each with the commit and the machine it is from."""
+    record = read_record(path)
+    said, now = record.results["recipe"], recipe.to_json()
+    if other := [name for name in said if name not in MAY_DIFFER and said[name] != now.get(name)]:
+        raise SystemExit(
+            f"{path} is of another recipe: {other[0]} is {said[other[0]]!r} there, {now.get(other[0])!r} here"
+        )
+    origin = {"commit": record.commit.sha, "date": record.date, "cpu": record.cpu}
+    there = {(row["variant"], row["seed"]) for row in rows}
+    kept = [{"kept": origin} | row for row in record.results["rows"] if (row["variant"], row["seed"]) not in there]
+    return sorted([*rows, *kept], key=lambda row: (order.index(row["variant"]), row["seed"]))
 
 
 def _side_by_side(names: Iterable[str]) -> None:
