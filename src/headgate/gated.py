@@ -28,6 +28,7 @@ from headgate.gates.budget import Budget
 from headgate.gates.cost import LOSSES, Cost, Rates, activation_rate, over_processes, per_gate_loss, target_rates
 from headgate.gates.draws import Board, Channels, Draw, Group, Ledger, attach
 from headgate.gates.dynamic import DynamicGates
+from headgate.gates.gumbel import decide as decide_gates
 from headgate.gates.gumbel import draw as draw_gates
 from headgate.gates.gumbel import logistic_noise, threshold_logit
 from headgate.gates.loudness import Loudness, teach_
@@ -120,6 +121,8 @@ class GatedModel(Passing):
         self.static_names: tuple[str, ...] = ()
         self.settled = False
         """Whether gates are decided in train mode too: see `settle_`."""
+        self.learning = False
+        """Whether gates that look at the input go on learning while they are settled."""
         self._ledger = Ledger(graph)
         sites = () if dynamic is None else dynamic.sites
         decided_there = {number for site in sites for number in site.masks}
@@ -213,7 +216,7 @@ class GatedModel(Passing):
         elif self._strategy.name == "always_on":
             gates_BN = torch.ones_like(probabilities_BN)
         else:
-            gates_BN = (logits_BN.detach() > threshold_logit(self._threshold)).to(probabilities_BN.dtype)
+            gates_BN = decide_gates(logits_BN, threshold_logit(self._threshold), self.learning and self.training)
         draw.fill_(group, group.keep_one_open(gates_BN, logits_BN), probabilities_BN.detach())
 
     @property
@@ -221,12 +224,18 @@ class GatedModel(Passing):
         """Of gates that depend on the input."""
         return self._tau if self._strategy.name == "calibrated" else self._strategy.tau
 
-    def settle_(self, settled: bool = True) -> GatedModel:
+    def settle_(self, settled: bool = True, *, learning: bool = False) -> GatedModel:
         """Decide the gates in train mode too, by the strategy in force, and let them learn no more: the weights get
-        used to the gates as they will be. For the last epochs of a conditional network."""
-        self.settled = settled
+        used to the gates as they will be. For the last epochs of a conditional network. With `learning`, gates that
+        look at the input follow the weights: without noise, under the budget's loss; those that are parameters don't.
+        """
+        if learning and (not settled or self.dynamic is None):
+            raise HeadgateError("settle_(learning=True) is for gates that look at the input: use kind='dynamic'")
+        self.settled, self.learning = settled, learning
         for parameter in self.gate_parameters():
             parameter.requires_grad_(not settled and parameter.numel() > 0)
+        if self.dynamic is not None:
+            self.dynamic.requires_grad_(not settled or learning)
         return self.train(self.training)
 
     @torch.no_grad()
@@ -257,7 +266,7 @@ class GatedModel(Passing):
     def train(self, mode: bool = True) -> GatedModel:
         """Train mode, or eval mode; settled gates stay as they are."""
         super().train(mode)
-        if self.settled and self.dynamic is not None:
+        if self.settled and not self.learning and self.dynamic is not None:
             self.dynamic.eval()
         return self
 
@@ -345,7 +354,7 @@ class GatedModel(Passing):
     def cost_loss(self) -> Tensor:
         """The scalar to add to the task loss, for the forward pass just done; 0 where gates are settled. Asked again
         for the same pass, it is the same: the budget moves on once a pass."""
-        if self.settled and self._last is not None:
+        if self.settled and not self.learning and self._last is not None:
             return self._last.gates_BG.new_zeros(())
         draw = self._last_pass("cost_loss()")
         if self.loss == "per_gate":
@@ -852,7 +861,7 @@ class GatedModel(Passing):
         left = None if self._squeezed is None else np.flatnonzero(self._squeezed[1].left).tolist()
         return {
             "budget": self.budget.state(), "strategy": strategy, "squeezed_to": left, "tau": self._tau,
-            "settled": self.settled,
+            "settled": self.settled, "learning": self.learning,
         }  # fmt: skip
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -860,8 +869,9 @@ class GatedModel(Passing):
         self.budget.load_state(state["budget"])
         self._strategy = Strategy(**state["strategy"])
         self._tau = state.get("tau", Strategy.tau)
-        if (settled := state.get("settled", self.settled)) != self.settled:
-            self.settle_(settled)
+        how = state.get("settled", self.settled), state.get("learning", False)
+        if how != (self.settled, self.learning):
+            self.settle_(how[0], learning=how[1])
         optimizer = self._optimizer  # goes on with what is loaded
         self.unsqueeze_()
         if state.get("squeezed_to") is not None:

@@ -82,6 +82,16 @@ def draw(logits: Tensor, noise: Tensor, relaxation: Relaxation) -> Tensor:
         return (shifted.detach() > 0).float() + (stand_in - stand_in.detach())
 
 
+def decide(logits: Tensor, threshold: float, learning: bool = False) -> Tensor:
+    """Gates that are open where the logit is above a threshold; where they are `learning`, what stands for Z backward
+    is the probability as seen from there."""
+    gates = (logits.detach() > threshold).to(logits.dtype)
+    if not learning:
+        return gates
+    stand_in = torch.sigmoid(logits - threshold)
+    return gates + (stand_in - stand_in.detach())
+
+
 def logit_at_first(initial_probability: float) -> float:
     """Where gates that start at this probability begin."""
     if not (isinstance(initial_probability, (int, float)) and 0 < initial_probability < 1):

@@ -132,7 +132,7 @@ def make_optimizer(net: nn.Module, name: PhaseName, recipe: Recipe) -> Optimizer
     if isinstance(net, ExitModel):
         groups = net.param_groups(lr, recipe.weight_decay, recipe.gate_lr, recipe.classifier_scale)
     elif isinstance(net, GatedModel):
-        groups = net.param_groups(lr=lr, weight_decay=recipe.weight_decay, gate_lr=recipe.gate_lr)
+        groups = net.param_groups(lr=lr, weight_decay=recipe.weight_decay, gate_lr=recipe.gate_rate(name, 0, 1))
     else:
         weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
         groups = [{"params": weights, "lr": lr, "weight_decay": recipe.weight_decay, "name": "weights"}]
@@ -155,7 +155,8 @@ def run_phase(phase: Phase, around: Surroundings) -> None:
         )  # fmt: skip
         before = time.perf_counter()
         for images, labels in batches:
-            lr = _set_lr_(optimizer, recipe.lr(phase.name, phase.step, steps))
+            lr = recipe.lr(phase.name, phase.step, steps)
+            _set_lr_(optimizer, lr, recipe.gate_rate(phase.name, phase.step, steps))
             torch.manual_seed(_number(recipe.seed, phase.name, phase.step, team.rank))
             loss, logits = train_step(net, optimizer, phase, images.to(team.device), labels.to(team.device), around)
             phase.step += 1
@@ -243,7 +244,7 @@ def _obey(phase: Phase, around: Surroundings, loss: float, last_of_phase: bool =
 
 def _gate_values(gated: GatedModel | ExitModel | None, step: int) -> dict[str, float]:
     """What the view shows of gates; the thresholded cost only now and then."""
-    if gated is None or (isinstance(gated, GatedModel) and gated.settled):
+    if gated is None or (isinstance(gated, GatedModel) and gated.settled and not gated.learning):
         return {}
     values: dict[str, float] = {}
     if gated.budget.last_cost is not None:
@@ -253,7 +254,7 @@ def _gate_values(gated: GatedModel | ExitModel | None, step: int) -> dict[str, f
     if isinstance(gated, ExitModel):
         return values
     values["polarised"] = gated.polarised()
-    if step % DECIDED_EVERY == 0:
+    if step % DECIDED_EVERY == 0 and not gated.settled:  # otherwise what it costs is what is decided
         values["cost_decided"] = gated.thresholded_macs() / gated.dense_macs
     return values
 
@@ -261,18 +262,16 @@ def _gate_values(gated: GatedModel | ExitModel | None, step: int) -> dict[str, f
 def _histogram(gated: GatedModel | ExitModel | None, images: Tensor, labels: Tensor) -> list[int] | None:
     """How sure the gates are: parts of 0…1 by how many have their p there; of exits, P(leave) of these images."""
     if isinstance(gated, GatedModel):
-        return None if gated.settled else gated.histogram(BINS)
+        return None if gated.settled and not gated.learning else gated.histogram(BINS)
     if gated is None:
         return None
     counts, _ = np.histogram(gated.watch([(images, labels)]).p_NK.float().numpy(), BINS, (0.0, 1.0))
     return [int(count) for count in counts]
 
 
-def _set_lr_(optimizer: Optimizer, lr: float) -> float:
+def _set_lr_(optimizer: Optimizer, lr: float, gate_lr: float) -> None:
     for group in optimizer.param_groups:
-        if group.get("name") != "gates":
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-    return lr
+        group["lr"] = gate_lr if group.get("name") == "gates" else lr * group.get("lr_scale", 1.0)
 
 
 def _number(seed: int, phase: PhaseName, *more: int) -> int:

@@ -21,7 +21,7 @@ from headgate.training.recipe import PLACES, Recipe, overridden
 from headgate.training.run import BEFORE, DECIDED, DENSE, GATED, RESULT, TRAINED, last_file, recipe_in, result_in
 
 FIELDS = (
-    "tune_epochs", "tune_lr", "tune_schedule", "step_epochs", "momentum", "weight_decay", "batch_size",
+    "tune_epochs", "tune_lr", "tune_gate_lr", "tune_schedule", "step_epochs", "momentum", "weight_decay", "batch_size",
     "label_smoothing", "mix", "distill", "distill_temperature", "teacher", "teacher_normalization",
     "calibration_batches", "seed", "precision", "compile", *(name for name in PLACES if name != "teacher"),
 )  # fmt: skip

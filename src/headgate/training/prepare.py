@@ -177,6 +177,11 @@ def _check_compiler() -> None:
         ) from error
 
 
+def settled(decided: nn.Module, recipe: Recipe) -> nn.Module:
+    """What is left to tune: gates, where there still are some, are decided from now on, and learn if they shall."""
+    return decided.settle_(learning=recipe.tune_gate_lr > 0) if isinstance(decided, GatedModel) else decided
+
+
 def tuned_of(gated: GatedModel | ExitModel, recipe: Recipe) -> nn.Module:
     """What the last phase trains, with random decisions: a shrunk network at the recipe's target, or settled gates."""
     if isinstance(gated, ExitModel):
@@ -186,7 +191,7 @@ def tuned_of(gated: GatedModel | ExitModel, recipe: Recipe) -> nn.Module:
             raise HeadgateError(
                 f"round_to={recipe.round_to}: gates that depend on the input leave no widths to round; leave it out"
             )
-        return gated.settle_()
+        return settled(gated, recipe)
     generator = torch.Generator().manual_seed(0)
     gated.set_gate_probabilities(
         {name: torch.rand(p.shape, generator=generator) for name, p in gated.gate_probabilities().items()}

@@ -47,7 +47,7 @@ OF_EXITS = ("exit_head", "classifier_weight", "classifier_scale", "train_model")
 SILENT: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("teacher", "distill", (0.0,)), ("distill_temperature", "distill", (0.0,)), ("distill_gates", "distill", (0.0,)),
     ("teacher_normalization", "teacher", (None,)), ("squeeze_below", "kind", ("dynamic",)),
-    ("static", "kind", ("static",)), ("prime_loudness", "kind", ("static",)),
+    ("static", "kind", ("static",)), ("prime_loudness", "kind", ("static",)), ("tune_gate_lr", "kind", ("static",)),
     ("prime_loudness", "prime_batches", (0,)), ("rate", "loss", ("macs", "activation")),
     ("budget_weight", "budget", ("paper",)), ("ramp", "budget", ("paper",)),
     ("budget_weight", "loss", ("per_gate",)), ("ramp", "loss", ("per_gate",)),
@@ -110,6 +110,7 @@ class Recipe:
     gate_phase_lr: float = about("Peak learning rate of the weights in the gate phase.", 0.01)
     gate_lr: float = about("Learning rate of the gates themselves.", 0.01)
     tune_lr: float = about("Peak learning rate of the shrunk network.", 0.05)
+    tune_gate_lr: float = about("The same, of gates that look at the image, decided meanwhile; 0: they rest.", 0.0)
     dense_schedule: str = about("constant, cosine, onecycle or step.", "onecycle")
     gate_schedule: str = about("The same, of the weights in the gate phase; gates keep their rate.", "constant")
     tune_schedule: str = about("The same, of the shrunk network.", "onecycle")
@@ -159,8 +160,8 @@ class Recipe:
         for name in ("classifier_weight", "classifier_scale"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in (
-            "dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "momentum", "weight_decay", "prime_spread",
-            "prime_loudness", "mix",
+            "dense_lr", "gate_phase_lr", "gate_lr", "tune_lr", "tune_gate_lr", "momentum", "weight_decay",
+            "prime_spread", "prime_loudness", "mix",
         ):  # fmt: skip
             value = getattr(self, name)
             _check(math.isfinite(value) and value >= 0, self, name, "a number from 0 on")
@@ -191,6 +192,12 @@ class Recipe:
         return learning_rate(
             schedule, peak, step, self.epochs_of(phase) * steps_an_epoch, self.step_epochs * steps_an_epoch
         )
+
+    def gate_rate(self, phase: PhaseName, step: int, steps_an_epoch: int) -> float:
+        """Learning rate of the gates at a step of a phase: the same all through it, but where the weights are tuned."""
+        if phase != "tune":
+            return self.gate_lr
+        return self.tune_gate_lr * self.lr(phase, step, steps_an_epoch) / max(self.tune_lr, 1e-12)
 
     def to_json(self) -> dict[str, Any]:
         """All fields, as JSON takes them."""

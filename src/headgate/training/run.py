@@ -45,7 +45,7 @@ from headgate.training.loop import (
     plain_batches,
     run_phase,
 )  # fmt: skip
-from headgate.training.prepare import Start, data_of, gated_of, start_of, teacher_of
+from headgate.training.prepare import Start, data_of, gated_of, settled, start_of, teacher_of
 from headgate.training.recipe import PHASES, PhaseName, Recipe, without_places
 from headgate.training.team import Team
 
@@ -164,7 +164,7 @@ class Run:
             steps = self.recipe.epochs_of("gates") * data.train.steps(self.recipe.batch_size)
             return gated_of(dense, start.example, self.recipe, steps)
         decided = load(self.folder / DECIDED, start.architecture())
-        return decided.settle_() if isinstance(decided, GatedModel) else decided
+        return settled(decided, self.recipe)
 
     def _teacher(self, name: PhaseName, start: Start) -> nn.Module | None:
         dense = load(self.folder / DENSE, start.architecture())
