@@ -258,8 +258,10 @@ def test_settled_gates_are_settled_after_loading() -> None:
     other = gated_resnet(kind="dynamic")
     other.load_state_dict(gated.state_dict())
     assert other.settled and not any(p.requires_grad for p in other.gate_parameters())
+    other.load_state_dict(gated.settle_(learning=True).state_dict())
+    assert other.settled and other.learning and all(p.requires_grad for p in other.dynamic.parameters())
     other.load_state_dict(gated_resnet(kind="dynamic").state_dict())
-    assert not other.settled and any(p.requires_grad for p in other.gate_parameters())
+    assert not other.settled and not other.learning and any(p.requires_grad for p in other.gate_parameters())
 
 
 def test_threads_may_share_a_model_in_eval_mode() -> None:

@@ -182,8 +182,10 @@ def test_no_image_passes_a_gated_branch_of_any_dimension() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["channel", "layer"])
-@pytest.mark.parametrize(("kind", "settled"), [("static", False), ("dynamic", False), ("dynamic", True)])
-def test_a_compiled_step_is_the_same_step(kind: str, granularity: str, settled: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settled"), [("static", False), ("dynamic", False), ("dynamic", True), ("dynamic", "learning")]
+)
+def test_a_compiled_step_is_the_same_step(kind: str, granularity: str, settled: bool | str) -> None:
     case = NETWORKS["residual projection"]
     made = {}
     for how in ("eager", "compiled"):
@@ -192,7 +194,7 @@ def test_a_compiled_step_is_the_same_step(kind: str, granularity: str, settled: 
             randomize_(case.make()), example(case), target=0.5, kind=kind, granularity=granularity,  # type: ignore[arg-type]
             initial_probability=0.3,
         )  # fmt: skip
-        gated.strategy("threshold", tau=0.3).settle_(settled)
+        gated.strategy("threshold", tau=0.3).settle_(bool(settled), learning=settled == "learning")
         whole = not settled  # static gates that are decided, if there are some, are decided outside of the graph
         net = torch.compile(gated, dynamic=False, fullgraph=whole, backend="aot_eager") if how == "compiled" else gated
         optimizer = torch.optim.SGD(gated.param_groups(lr=0.1), momentum=0.9)

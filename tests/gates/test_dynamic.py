@@ -265,6 +265,45 @@ def test_settled_gates_train_the_weights_only() -> None:
     assert all(p.requires_grad for p in gated.dynamic.parameters())
 
 
+def test_settled_gates_can_learn_on_without_noise() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", target=0.8, static=["stem"])
+    opinionated_(gated).settle_(learning=True).train()
+    x = randn(6, 3, 8, 8)
+    answers = gated(x)
+    gates = gated._last.gates_BG.detach()
+    assert torch.equal(gates, gates.round()), "decided, not drawn"
+    (answers.square().mean() + gated.cost_loss()).backward()
+    assert gated.budget.step == 1 and gated.budget.last_cost == pytest.approx(gated.macs() / gated.dense_macs)
+    assert any(p.grad is not None and bool(p.grad.any()) for p in gated.dynamic.parameters())
+    assert all(p.grad is None for p in gated.gates.parameters()), "those that are parameters are decided for good"
+    gated(x)
+    assert torch.equal(gates, gated._last.gates_BG), "no noise"
+    torch.optim.SGD(gated.dynamic.parameters(), 0.1).step()
+    gated.eval()(x)
+    assert not gated._last.gates_BG.requires_grad
+
+
+def test_the_budget_holds_decided_gates_that_learn() -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", target=0.6, budget=Budget(0.6, ramp_steps=0))
+    opinionated_(gated).settle_(learning=True)
+    optimizer = torch.optim.SGD(gated.gate_parameters(), 0.02, momentum=0.9)
+    costs = []
+    for step in range(120):
+        gated(randn(32, 3, 8, 8, seed=step))
+        gated.cost_loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        costs.append(gated.budget.last_cost)
+    assert abs(costs[0] - 0.6) > 0.03 and sum(costs[-20:]) / 20 == pytest.approx(0.6, abs=0.03), costs[::20]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_only_settled_gates_that_look_at_the_input_can_learn_on(kind: str) -> None:
+    gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind=kind)
+    with pytest.raises(HeadgateError, match=r"learning=True.*kind='dynamic'"):
+        gated.settle_(kind == "static", learning=True)
+
+
 def test_a_saved_network_decides_the_same(tmp_path: Path) -> None:
     gated = opinionated_(headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", target=0.8, static=["stem"]))
     data = [(randn(8, 3, 8, 8, seed=i), torch.zeros(8)) for i in range(3)]

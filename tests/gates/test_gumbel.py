@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import headgate
-from headgate.gates.gumbel import SMALLEST, Relaxation, draw, logistic_noise
+from headgate.gates.gumbel import SMALLEST, Relaxation, decide, draw, logistic_noise
 from headgate.gates.static import StaticGates
 
 CPU = torch.device("cpu")
@@ -60,6 +60,17 @@ def test_backward_z_stands_for_the_relaxed_sample(temperature: float, hard: bool
     draw(logits, noise, Relaxation(temperature, hard, "sample")).sum().backward()
     s = torch.sigmoid((logits.detach() + noise) / temperature)
     torch.testing.assert_close(logits.grad, s * (1 - s) / temperature)
+
+
+@pytest.mark.parametrize("threshold", [-1.5, 0.0, 2.0])
+def test_decided_gates_learn_as_the_probability_seen_from_their_threshold(threshold: float) -> None:
+    logits = torch.linspace(-3, 3, 64).requires_grad_()
+    gates = decide(logits, threshold, learning=True)
+    assert torch.equal(gates, (logits > threshold).float()), "0 or 1, exactly"
+    gates.sum().backward()
+    p = torch.sigmoid(logits.detach() - threshold)
+    torch.testing.assert_close(logits.grad, p * (1 - p))
+    assert not decide(logits, threshold).requires_grad
 
 
 def test_soft_gates_are_the_relaxed_sample() -> None:

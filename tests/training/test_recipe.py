@@ -92,6 +92,7 @@ def test_nonsense_is_refused_by_name(field: str, value: object) -> None:
         ({"kind": "dynamic"}, "squeeze_below", 0.02), ({"budget": "paper"}, "ramp", 0.1),
         ({"loss": "per_gate"}, "ramp", 0.1), ({"loss": "per_gate"}, "budget_weight", 7.0),
         ({"prime_batches": 4}, "prime_loudness", 1.0), ({"kind": "dynamic"}, "prime_loudness", 1.0),
+        ({}, "tune_gate_lr", 0.01),
     ],
 )  # fmt: skip
 def test_a_field_that_would_say_nothing_is_refused(other: dict[str, object], field: str, value: object) -> None:
@@ -106,6 +107,15 @@ def test_schedules_start_and_end_where_they_should() -> None:
     assert learning_rate("onecycle", 1.0, 0, 100, 1) == pytest.approx(0.1)
     assert max(learning_rate("onecycle", 1.0, step, 100, 1) for step in range(101)) == pytest.approx(1)
     assert learning_rate("constant", 0.3, 50, 100, 1) == 0.3
+
+
+def test_the_rate_of_gates_comes_down_only_where_weights_are_tuned() -> None:
+    recipe = dataclasses.replace(RECIPES["cifar10-resnet20-dynamic"], tune_gate_lr=0.01, tune_schedule="cosine")
+    steps = recipe.tune_epochs * 10
+    assert {recipe.gate_rate("gates", step, 10) for step in range(0, 60, 7)} == {recipe.gate_lr}
+    assert recipe.gate_rate("tune", 0, 10) == 0.01
+    assert recipe.gate_rate("tune", steps // 2, 10) == pytest.approx(0.005)
+    assert recipe.gate_rate("tune", steps, 10) == pytest.approx(0, abs=1e-12)
 
 
 def test_a_recipe_of_another_version_is_refused() -> None:

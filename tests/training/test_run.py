@@ -170,6 +170,28 @@ def test_an_interrupted_conditional_run_ends_with_the_same_bits(
     assert same_weights(conditional, tmp_path / "run", "conditional.safetensors")
 
 
+def test_gates_that_learn_while_weights_are_tuned_go_on_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learning = DYNAMIC | {"tune_gate_lr": 0.01, "gate_epochs": 1}
+    run(tmp_path / "whole", **learning)
+    obey = loop._obey
+    stop_at_(monkeypatch, "tune", 4)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", **learning)
+    monkeypatch.setattr(loop, "_obey", obey)
+    torch.manual_seed(99)
+    go(tmp_path / "run", None, EVERY_STEP)
+    assert same_weights(tmp_path / "whole", tmp_path / "run", "conditional.safetensors")
+    nets = [
+        headgate.load(tmp_path / "run" / name, make()) for name in ("decided.safetensors", "conditional.safetensors")
+    ]
+    before, after = ([p.detach() for p in net.dynamic.parameters()] for net in nets)  # type: ignore[union-attr]
+    assert not all(torch.equal(own, other) for own, other in zip(before, after, strict=True)), "they learned"
+    tuning = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line.get("phase") == "tune"]
+    assert all("cost" in line for line in tuning if line["kind"] == "epoch")
+
+
 def test_tuning_a_conditional_network_leaves_its_gates_alone(conditional: Path) -> None:
     before = headgate.load(conditional / "decided.safetensors", make())
     after = headgate.load(conditional / "conditional.safetensors", make())
