@@ -648,11 +648,11 @@ class GatedModel(Passing):
         with self._undecided_if_it_fails():
             self.strategy("calibrated")
             if batchnorm:
-                macs_at(meet_with_tau(macs_at, target_macs, ROUGHLY))
+                macs_at(meet_with_tau(macs_at, target_macs, ROUGHLY, self._tau))
                 both = nn.ModuleList([self.model, self.dynamic])
                 again = ((inputs,) for inputs in itertools.chain(probe, more))
                 reestimate_batchnorm(both, self._run_inputs, again, batches)
-            macs_at(meet_with_tau(macs_at, target_macs))
+            macs_at(meet_with_tau(macs_at, target_macs, near=self._tau))
 
     @contextmanager
     def _undecided_if_it_fails(self) -> Iterator[None]:

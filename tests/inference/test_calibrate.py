@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headgate
-from headgate.errors import HeadgateError
-from headgate.inference.calibrate import inputs_of, labelled, least_decisions, rounded
+from headgate.errors import HeadgateError, TargetError
+from headgate.inference.calibrate import NEAR, inputs_of, labelled, least_decisions, meet_with_tau, rounded
 from tests.networks import NETWORKS, Block, conv, example, head, pooled
 from tests.oracle import Net, decide_, randn, randomize_
 
@@ -26,6 +28,55 @@ def network() -> nn.Module:
         lambda n, x: pooled(n, n.two(n.one(F.relu(n.norm(n.stem(x)))))),
         stem=conv(3, 12), norm=nn.BatchNorm2d(12), one=Block(12, 12), two=Block(12, 12), head=head(12),
     )  # fmt: skip
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), gates=st.sampled_from([1, 3, 40, 4000]), spread=st.floats(0.01, 8),
+    shift=st.floats(-20, 20), share=st.floats(0, 1), near=st.sampled_from([0.0, 1e-6, 0.5, 0.99, 1.0]),
+)  # fmt: skip
+def test_the_threshold_is_the_lowest_that_meets_the_target(
+    seed: int, gates: int, spread: float, shift: float, share: float, near: float
+) -> None:
+    draws = np.random.default_rng(seed)
+    logits, costs = shift + spread * draws.standard_normal(gates), draws.random(gates)
+    floor = 0.1
+    tried: list[float] = []
+
+    def macs_at(tau: float) -> float:
+        tried.append(tau)
+        return floor + float(costs[logits > logit_of(tau)].sum())
+
+    target = floor + share * float(costs.sum())
+    tau = meet_with_tau(macs_at, target, near=near)
+    found = macs_at(tau)
+    assert found <= target
+    lower = macs_at(1 / (1 + np.exp(-(logit_of(tau) - 60 / 2**16)))) if 0 < tau < 1 else np.inf
+    assert tau == 0 or lower > target or found >= (1 - NEAR) * target or logit_of(tau) < -29.9
+    assert len(tried) < 60
+
+
+def logit_of(tau: float) -> float:
+    return float(np.log(tau / (1 - tau))) if 0 < tau < 1 else (np.inf if tau == 1 else -np.inf)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_a_threshold_is_found_in_few_passes(share: float) -> None:
+    logits = np.random.default_rng(0).normal(1.3, 2.5, 50_000)
+    tried = []
+
+    def macs_at(tau: float) -> float:
+        tried.append(tau)
+        return float((logits > logit_of(tau)).mean())
+
+    meet_with_tau(macs_at, share)
+    assert len(tried) <= 10, "halving would take eighteen"
+
+
+def test_a_target_below_what_must_be_computed_is_refused() -> None:
+    with pytest.raises(TargetError, match=r"can't be reached.*costs 10"):
+        meet_with_tau(lambda tau: 10.0 + (tau < 1), 9.0)
+    assert meet_with_tau(lambda tau: 10.0 if tau == 1 else 11.0, 10.5) == 1.0
+    assert meet_with_tau(lambda tau: 10.0, 11.0) == 0.0
 
 
 def gated_network(**options: Any) -> headgate.GatedModel:

@@ -68,31 +68,59 @@ NEAR = 1e-4
 """Of the target: a threshold that costs so little less is as good as any."""
 
 
-def meet_with_tau(macs_at: Callable[[float], float], target_macs: float, steps: int = 16) -> float:
+def meet_with_tau(macs_at: Callable[[float], float], target_macs: float, steps: int = 16, near: float = 0.5) -> float:
     """The lowest threshold at which gates that depend on the input cost at most the target, to 2^-steps of the logits,
-    or the first that is found so near to the target that no other matters.
+    or the first that is found so near to the target that no other matters. Every threshold tried costs a pass over
+    images, so they are sought from `near` on, in strides that grow, then between the last two by how far each misses.
 
     The cost hardly ever rises with the threshold; where it does, a threshold that was seen to meet the target counts.
     """
-    high = 1.0
-    if macs_at(0.0) <= target_macs:
-        return 0.0
-    if (floor := macs_at(high)) > target_macs:
+    logit, stride = max(-FARTHEST_LOGIT, min(FARTHEST_LOGIT, _logit(near))), 1.0
+    dear: tuple[float, float] | None = None  # logit and cost of the highest threshold that costs too much
+    met: tuple[float, float] | None = None
+    while dear is None or met is None:
+        found = macs_at(_sigmoid(logit))
+        if found > target_macs:
+            if logit == FARTHEST_LOGIT:
+                return _met_at_all(macs_at, target_macs)
+            dear, logit = (logit, found), min(logit + stride, FARTHEST_LOGIT)
+        else:
+            if _close(found, target_macs):
+                return _sigmoid(logit)
+            if logit == -FARTHEST_LOGIT:
+                return 0.0 if macs_at(0.0) <= target_macs else _sigmoid(logit)
+            met, logit = (logit, found), max(logit - stride, -FARTHEST_LOGIT)
+        stride *= 2
+    width, slow = met[0] - dear[0], 0
+    while width > 2 * FARTHEST_LOGIT / 2**steps:
+        # a little below the target, where it is met; in the middle where that does not bring the two together
+        share = (dear[1] - (1 - NEAR / 2) * target_macs) / (dear[1] - met[1]) if slow < 2 else 0.5
+        logit = dear[0] + width * max(0.05, min(0.95, share))
+        found = macs_at(_sigmoid(logit))
+        dear, met = ((logit, found), met) if found > target_macs else (dear, (logit, found))
+        if found <= target_macs and _close(found, target_macs):
+            break
+        slow = slow + 1 if met[0] - dear[0] > width / 2 else 0
+        width = met[0] - dear[0]
+    return _sigmoid(met[0])
+
+
+def _met_at_all(macs_at: Callable[[float], float], target_macs: float) -> float:
+    """The threshold that closes all that may close, if that is within the target."""
+    if (floor := macs_at(1.0)) > target_macs:
         raise TargetError(
             f"the target of {target_macs:,.0f} MACs can't be reached: with all gates closed that may close it costs "
             f"{floor:,.0f}. Choose a higher target, or freeze less"
         )
-    left, right = -FARTHEST_LOGIT, FARTHEST_LOGIT
-    for _ in range(steps):
-        middle = (left + right) / 2
-        found = macs_at(_sigmoid(middle))
-        if found > target_macs:
-            left = middle
-            continue
-        right, high = middle, _sigmoid(middle)
-        if found >= (1 - NEAR) * target_macs:
-            break
-    return high
+    return 1.0
+
+
+def _close(found: float, target_macs: float) -> bool:
+    return found >= (1 - NEAR) * target_macs
+
+
+def _logit(p: float) -> float:
+    return math.log(p / (1 - p)) if 0 < p < 1 else math.copysign(math.inf, p - 0.5)
 
 
 def _sigmoid(logit: float) -> float:
