@@ -27,6 +27,7 @@ from typing import Any, get_type_hints
 
 import torch
 from common import HERE, names_in, parser, show
+from deciding import found_in
 from rich.console import Console
 
 from headgate.analysis.records import read_record, write_record
@@ -203,16 +204,7 @@ def _strategies(folder: Path) -> Row:
     """Sampled and thresholded, before and after calibration; an ensemble; milliseconds. Kept beside the run."""
     path = folder / "strategies.json"
     if not path.exists():
-        asked = {
-            "trained, sampled": ("trained", "sample", {"seed": 0}),
-            "trained, thresholded": ("trained", "threshold", {"tau": 0.5}),
-            "calibrated, sampled": ("gated", "sample", {"seed": 0}),
-            "calibrated, thresholded": ("gated", "calibrated", {}),
-            "tuned, sampled": ("conditional", "sample", {"seed": 0}),
-            "tuned, ensemble of 5": ("conditional", "ensemble", {"runs": 5, "seed": 0}),
-        }
-        found = {name: ask.evaluate(folder, strategy, given, of=of)[0] for name, (of, strategy, given) in asked.items()}
-        kept = {name: [row["accuracy"], row["macs_fraction"]] for name, row in found.items()}
+        kept: Row = dict(found_in(folder))
         kept["milliseconds"] = ask.bench(folder, (1, 32), torch.get_num_threads(), 20)
         path.write_text(json.dumps(kept, indent=1))
     return {"strategies": json.loads(path.read_text())}

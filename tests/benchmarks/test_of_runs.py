@@ -34,8 +34,31 @@ def test_exits(tmp_path: Path) -> None:
     assert timed["batch"] == 1 and timed["cascade_ms"]["median_ms"] > 0 and 0 < timed["macs_fraction"] < 1.1
 
 
-def test_specialisation(tmp_path: Path) -> None:
-    result = run(tmp_path / "run", kind="dynamic", gate_epochs=1)
-    found = record_of("specialisation.py", tmp_path / "run", tmp_path / "bits.json")
+@pytest.fixture(scope="module")
+def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose gates depend on the image."""
+    folder = tmp_path_factory.mktemp("conditional") / "run"
+    run(folder, kind="dynamic", gate_epochs=1)
+    return folder
+
+
+def test_specialisation(conditional: Path, tmp_path: Path) -> None:
+    result = json.loads((conditional / "result.json").read_text())
+    found = record_of("specialisation.py", conditional, tmp_path / "bits.json")
     assert found["numbers"]["images"] == 360 and found["accuracy"] == result["accuracy"]
     assert found["numbers"]["mean_bits"] > found["numbers"]["mean_bits_shuffled"] > 0
+
+
+def test_deciding(conditional: Path, tmp_path: Path) -> None:
+    result = json.loads((conditional / "result.json").read_text())
+    found = record_of("deciding.py", conditional, tmp_path / "deciding.json")
+    tuned, ensemble = found["rows"]["tuned, thresholded"], found["rows"]["tuned, ensemble of 5"]
+    assert tuned == pytest.approx([result[name]["conditional"] for name in ("accuracy", "macs_fraction")])
+    assert ensemble[1] == pytest.approx(5 * found["rows"]["tuned, sampled"][1], rel=0.05), (
+        "five passes, five times the price"
+    )
+    assert found["rows"]["calibrated, thresholded"][0] == pytest.approx(result["accuracy"]["gated"])
+    (timed,) = found["milliseconds"]
+    assert timed["batch"] == 1 and timed["small_ms"] > 0
+    macs = [row["macs_fraction"] for row in found["sweep"]]
+    assert len(macs) > 3 and macs[0] > macs[-1] and all(0 <= row["accuracy"] <= 1 for row in found["sweep"])
