@@ -27,7 +27,7 @@ from headgate.errors import HeadgateError, NonFiniteLoss, NotDecided, ShrinkMism
 from headgate.gates.budget import Budget
 from headgate.gates.cost import LOSSES, Cost, Rates, activation_rate, over_processes, per_gate_loss, target_rates
 from headgate.gates.draws import Board, Channels, Draw, Group, Ledger, attach
-from headgate.gates.dynamic import DynamicGates
+from headgate.gates.dynamic import STRIDE, DynamicGates
 from headgate.gates.gumbel import decide as decide_gates
 from headgate.gates.gumbel import draw as draw_gates
 from headgate.gates.gumbel import logistic_noise, threshold_logit
@@ -182,11 +182,12 @@ class GatedModel(Passing):
     def _draw(self, images: int) -> Draw:
         """The gates of a pass, as far as they are known before it."""
         self._images = images
-        scale = float(self.graph.gate_count) if self.budget.scale_gradient else 1.0
+        plain = not self.budget.scale_gradient
+        scale = 1.0 if plain else float(self.graph.gate_count)
         self.gates.gradient_scale = scale
         self.gates.largest_move = self.budget.limit(self.graph.gate_count)
         if self.dynamic is not None:
-            self.dynamic.gradient_scale = scale
+            self.dynamic.gradient_scale = 1.0 if plain else scale / STRIDE
         draw = Draw(self._ledger)
         if not self._fixed.count:
             return draw

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import headgate
 from headgate.errors import HeadgateError, ModelError, NotDecided, TargetError
 from headgate.gates.budget import Budget
-from headgate.gates.dynamic import GateNetwork
+from headgate.gates.dynamic import STRIDE, GateNetwork
 from headgate.graph.sites import Site, find_sites
 from headgate.models import cifar_resnet20
 from tests.networks import NETWORKS, conv, example, residual
@@ -206,6 +206,33 @@ def test_gradients_reach_every_gate_network_and_are_the_formulas() -> None:
     torch.testing.assert_close(network.trunk.weight.grad, plain["trunk.weight"] * 12)
     torch.testing.assert_close(pooled.grad, plain_input)
     assert scaled.budget.scale_gradient
+
+
+def test_a_step_moves_gates_that_look_about_as_far_as_those_that_are_parameters() -> None:
+    """With the budget's scale. Each image's own gradient moves its logits; other images move them a little less."""
+    rate, wanted_BN = 1e-3, randn(64, 40, seed=4)
+    for same_for_all, nearest in ((True, 0.4), (False, 1.0)):
+        torch.manual_seed(0)
+        network, x = GateNetwork(8, 40, 0.9), randn(64, 8)
+        gradient_BN = wanted_BN[:1].expand(64, -1) if same_for_all else wanted_BN * torch.eye(64)[:, :1]
+        before_BN = network(x, 1 / STRIDE)
+        (before_BN * gradient_BN).sum().backward()
+        with torch.no_grad():
+            network.norm.requires_grad_(False)
+            for parameter in network.head.parameters():
+                parameter -= rate * parameter.grad
+            moved_BN = (before_BN - network(x)) / rate
+        by_a_parameter_BN = gradient_BN.sum(0, keepdim=True).expand(64, -1) if same_for_all else gradient_BN
+        rows = slice(None) if same_for_all else slice(1)
+        ratio = (moved_BN[rows] / by_a_parameter_BN[rows]).median()
+        assert 0.5 * nearest < ratio < 2 * nearest
+
+
+def test_a_network_of_gates_that_look_is_slowed_only_under_the_budgets_scale() -> None:
+    for budget, scale in ((None, 1 / STRIDE), (Budget.paper(0.5), None)):
+        gated = headgate.gate(two_blocks(), randn(1, 3, 8, 8), kind="dynamic", budget=budget)
+        gated(randn(2, 3, 8, 8))
+        assert gated.dynamic.gradient_scale == (1.0 if scale is None else scale * gated.graph.gate_count)
 
 
 def test_one_image_can_be_trained_on() -> None:

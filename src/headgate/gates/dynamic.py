@@ -20,6 +20,10 @@ from headgate.graph.sites import Site
 HIDDEN = 16
 SMALL_WEIGHT = 1e-3
 """Deviation of the last layer's weights at the start."""
+STRIDE = 1 + HIDDEN / 2
+"""How far a step of gradient descent moves a logit where it would move one that is a parameter by 1: its bias moves as
+far, and each of its weights by a hidden value, which it is multiplied by again; the square of these is a half on
+average, since they are normalised and rectified."""
 
 # legend of axes: B images, C channels, H hidden values, N gates of one site
 
@@ -81,6 +85,7 @@ class DynamicGates(nn.Module):
         super().__init__()
         self.sites = tuple(sites)
         self.gradient_scale = 1.0
+        """Of the logits' gradient. `1 / STRIDE` lets a step move them as far as those of gates that are parameters."""
         self.networks = nn.ModuleList(
             GateNetwork(site.channels, sum(graph.masks[number].size for number in site.masks), initial_probability)
             for site in sites
