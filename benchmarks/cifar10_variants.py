@@ -36,7 +36,7 @@ from headgate.graph.grouping import ChannelGraph
 from headgate.models.names import build
 from headgate.storage import load
 from headgate.training import ask
-from headgate.training.recipe import CHOICES, Recipe, overridden, recipe_named
+from headgate.training.recipe import CHOICES, Recipe, looking, overridden, recipe_named
 from headgate.training.start import Options, go, use_threads
 
 QUESTIONS = {
@@ -66,16 +66,20 @@ def variants(table: str, recipe: Recipe) -> dict[str, Recipe]:
             "whole blocks": replace(recipe, granularity="layer"),
         }
     if table == "conditional":
-        gate_epochs = max(1, recipe.epochs * 3 // 5)  # as in the recipes for dynamic gates: networks learn, not numbers
-        dynamic = replace(recipe, kind="dynamic", gate_epochs=gate_epochs, tune_epochs=recipe.epochs - gate_epochs)
+        dynamic = looking(recipe)
+        gate_epochs = max(1, recipe.epochs * 3 // 5)  # blocks, which nothing is known of at the start, need more
+        blocks = replace(
+            recipe, kind="dynamic", granularity="layer", gate_epochs=gate_epochs,
+            tune_epochs=recipe.epochs - gate_epochs,
+        )  # fmt: skip
         return {
             "static": recipe,
             "dynamic": dynamic,
             "dynamic, inner masks only": replace(dynamic, frozen=STREAM_NORMS),
-            "dynamic blocks, batch loss": replace(dynamic, granularity="layer"),
+            "dynamic blocks, batch loss": blocks,
             # as published: all blocks start alike. No name may hold a quote: torch.compile writes what follows
             # a script's --only into the code it makes
-            "dynamic blocks, loss of AIG": replace(dynamic, granularity="layer", loss="per_gate", prime_batches=0),
+            "dynamic blocks, loss of AIG": replace(blocks, loss="per_gate", prime_batches=0),
         }
     return {"dense": replace(recipe, dense_epochs=recipe.epochs, gate_epochs=0, tune_epochs=0), "static": recipe}
 

@@ -258,16 +258,27 @@ _AIG = {
 its other networks ask every block for t."""
 
 
+def looking(recipe: Recipe) -> Recipe:
+    """The same with gates that look at the image: they begin with what they are taught of how loud channels will be,
+    and have a fifth of the epochs, at least one, to learn more."""
+    dynamic = replace(recipe, kind="dynamic", prime_loudness=1.0 if recipe.prime_batches else 0.0)
+    if not recipe.tune_epochs:
+        return dynamic
+    gate_epochs = max(1, recipe.epochs // 5)
+    return replace(dynamic, gate_epochs=gate_epochs, tune_epochs=recipe.epochs - gate_epochs)
+
+
 def _of_every_kind(recipe: Recipe) -> list[Recipe]:
     """Pruning, conditional computation, and AIG: whole blocks that start alike, each with a target rate of its own."""
-    blocks = {"granularity": "layer", "loss": "per_gate", "prime_batches": 0, **_AIG.get(recipe.name, {})}
-    dynamic = {"kind": "dynamic", "gate_epochs": recipe.epochs * 3 // 5, "tune_epochs": recipe.epochs * 2 // 5}
-    if not recipe.tune_epochs:
-        dynamic = {"kind": "dynamic"}
+    aig = {
+        "kind": "dynamic", "granularity": "layer", "loss": "per_gate", "prime_batches": 0, **_AIG.get(recipe.name, {}),
+    }  # fmt: skip
+    if recipe.tune_epochs:
+        aig |= {"gate_epochs": recipe.epochs * 3 // 5, "tune_epochs": recipe.epochs * 2 // 5}
     return [
         replace(recipe, name=f"{recipe.name}-static"),
-        replace(recipe, name=f"{recipe.name}-dynamic", **dynamic),  # type: ignore[arg-type]
-        replace(recipe, name=f"{recipe.name}-aig", **blocks, **dynamic),  # type: ignore[arg-type]
+        replace(looking(recipe), name=f"{recipe.name}-dynamic"),
+        replace(recipe, name=f"{recipe.name}-aig", **aig),  # type: ignore[arg-type]
     ]
 
 
