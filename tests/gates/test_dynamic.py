@@ -218,7 +218,6 @@ def test_a_step_moves_gates_that_look_about_as_far_as_those_that_are_parameters(
         before_BN = network(x, 1 / STRIDE)
         (before_BN * gradient_BN).sum().backward()
         with torch.no_grad():
-            network.norm.requires_grad_(False)
             for parameter in network.head.parameters():
                 parameter -= rate * parameter.grad
             moved_BN = (before_BN - network(x)) / rate
